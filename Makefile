@@ -3,6 +3,7 @@
 #   make demo      four unlike devices, profiled, planned and trained; the results go to demo-out/
 #   make test      lint, then the tests: at most 8 minutes on 2 cores
 #   make test-all  lint, then these and the thorough ones, in whose processes no part of torch is left out
+#   make test-thorough  the thorough ones alone
 #   make test-fast the tests that start no processes and no sanitizers: for the inner loop
 #   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
@@ -24,11 +25,13 @@ FAULTS ?= 5000
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes import the same modules: what is compiled once is kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site clean
+.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -43,24 +46,28 @@ test: lint
 test-all: lint
 	$(PYTEST) --real-torch
 
-test-fast: .venv/core
+# What `make test` leaves out of test-all. These live with time limits and killed processes: a failure is tried again.
+test-thorough: .venv/dev
+	$(PYTEST) --real-torch -m thorough --reruns 2
+
+test-fast: .venv/dev
 	$(PY) -m pytest -m 'not slow'
 
-test-%: .venv/core
+test-%: .venv/dev
 	$(PY) -m pytest tests/$*
 
-test-gpu: .venv/core
+test-gpu: .venv/dev
 	$(PY) -m pytest tests/worker/test_on_gpu.py tests/torch/test_ddp_on_gpu.py tests/profiler
 	PYPS_TEST_DEVICE=cuda $(PY) -m pytest tests/worker tests/torch
 	$(PY) tests/helpers/nccl_on_one_gpu.py 2
 
-lint: .venv/core types
+lint: .venv/dev types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $(C_FILES)
 
 # The packages as they are installed, out of links: mypy reads no package-dir mapping.
-types: .venv/core
+types: .venv/dev
 	@rm -rf build/typed && mkdir -p build/typed/pyps
 	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
 	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
@@ -79,29 +86,30 @@ bench: .venv/bench
 	$(PY) benchmarks/adaptive.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/learning_rate.py --docs
+	$(PY) benchmarks/pipelined.py --docs
 	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py --docs
 	$(PY) benchmarks/data.py --docs
 	$(PY) benchmarks/outside.py --docs
 
-papers: .venv/core
+papers: .venv/dev
 	$(PY) benchmarks/papers/papers.py --docs
 
-.venv/bench: .venv/core
+.venv/bench: .venv/dev
 	$(PIP) -e '.[bench]'
 	@touch $@
 
-soak: .venv/core
+soak: .venv/dev
 	$(PY) tests/helpers/soak.py
 
-kills: .venv/core
+kills: .venv/dev
 	$(PY) tests/helpers/kill_and_resume.py --kills 200
 
-ray: .venv/core
+ray: .venv/dev
 	$(PIP) ray
 	$(PY) -m pytest tests/ray
 
-torture: .venv/core
+torture: .venv/dev
 	$(PY) tests/c/torture.py --faults $(FAULTS)
 
 fuzz:
@@ -109,17 +117,17 @@ fuzz:
 	$(PYTHON) tests/c/libfuzzer.py decode
 	$(PYTHON) tests/c/libfuzzer.py journal
 
-fuzz-input: .venv/core
+fuzz-input: .venv/dev
 	$(PY) tests/helpers/input_fuzz.py
 
 sanitize:
 	$(PYTHON) tests/c/programs.py address --faults 300
 	$(PYTHON) tests/c/programs.py thread
 
-reference: .venv/core
+reference: .venv/dev
 	$(PY) docs/make_reference.py
 
-site: .venv/core
+site: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
@@ -129,16 +137,27 @@ clean:
 
 # The environment, once for each change of what it is made from. Torch comes first and by itself, pinned: left to
 # the resolver, a newer one could come, and with it gigabytes of CUDA.
+REQUIRED = $(PY) -c 'import sys, tomllib; whole = tomllib.load(open("pyproject.toml", "rb")); p = whole["project"]; \
+  print(*whole["build-system"]["requires"], *p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
 .venv/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON); pyps needs Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $$($(PYTHON) --version) is too old; pyps needs Python 3.11 or newer (make PYTHON=...)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
+	@echo "installing torch and the solvers into .venv: one to two minutes, once"
 	$(PIP) $(shell grep '^torch==' constraints.txt)
-	$(PIP) -e '.[dev]'
+	$(REQUIRED) demo > .venv/demo.txt
+	$(PIP) -r .venv/demo.txt
 	@touch $@
 
 # The C core again when it changed.
 .venv/core: .venv/installed $(CORE)
 	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# What tests, lint and documentation need as well.
+.venv/dev: .venv/installed | .venv/core
+	@echo "installing what the tests need: linters, trainers, documentation tools; two to three minutes, once"
+	$(REQUIRED) dev > .venv/dev.txt
+	$(PIP) -r .venv/dev.txt
 	@touch $@

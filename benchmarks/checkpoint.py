@@ -26,8 +26,7 @@ from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import read_run
 from pyps.report.steps import iteration_times, version_times
 from pyps.run import RunOptions, run
-from pyps.run.interval import interval_of
-from pyps.run.options import CHECKPOINT_EVERY
+from pyps.run.options import CHECKPOINT_EVERY, interval_of
 from pyps.solver.plan import make_plan
 
 WORKER = Path(__file__).resolve().parent / "checkpoint_worker.py"

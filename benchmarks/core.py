@@ -4,7 +4,7 @@
 
 One thread, interleaved rounds, medians with the range. A ratio is the time over that of memcpy of the same
 fp32 array; bytes are what an operation must read and write of each parameter. With --docs the table and its
-picture go to docs/.
+picture go to docs/, a table for each instruction set (PYPS_ISA chooses one; the picture shows the best).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
 
 from pyps import Hyper, Store
+from pyps.native import isa
 from pyps.native.values import Encoding, PushRequest
 from pyps.store.codec import Codec, decode, encode, encoded_bytes
 
@@ -337,8 +338,9 @@ def main() -> None:
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
     print(text)
     if options.docs:
-        draw(ours + theirs, times)
-        write_section("core", text)
+        if "PYPS_ISA" not in os.environ:
+            draw(ours + theirs, times)
+        write_section(f"core-{isa()}", text)
 
 
 if __name__ == "__main__":

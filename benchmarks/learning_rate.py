@@ -33,7 +33,8 @@ from pyps.tasks import TrainingTask
 from pyps.worker.sampling import indices
 
 Array = NDArray[np.float64]
-BATCHES = {3: (48, 32, 16), 8: (24, 20, 16, 12, 8, 8, 4, 4)}
+UNLIKE = 32  # workers with equal batches: four, and 28 that are ten times as slow
+BATCHES = {3: (48, 32, 16), 8: (24, 20, 16, 12, 8, 8, 4, 4), UNLIKE: (8,) * UNLIKE}
 PAGE = "learning-rate.md"
 BOUND = 1.5  # of bsp's loss
 SMALLER = (2.0, 4.0, 8.0)  # step sizes to try where it is exceeded
@@ -115,6 +116,7 @@ class Problem:
 
 PROBLEMS = (
     Problem("README", "momentum", Hyper(lr=0.05, momentum=0.9), 400),
+    Problem("digits, SGD", "sgd", Hyper(lr=0.3), 250),
     Problem("digits, momentum", "momentum", Hyper(lr=0.05, momentum=0.9), 250),
     Problem("digits, AdamW", "adamw", Hyper(lr=0.003, weight_decay=0.01), 250),
     Problem("ResNet", "momentum", Hyper(lr=0.05, momentum=0.9, weight_decay=5e-4), 60),
@@ -153,9 +155,17 @@ def resnet(seed: int) -> TorchObjective:
 
 
 def cluster(count: int) -> Scenario:
-    """Unlike workers with the batches that a plan gives them: all steps take one second, and jitter."""
+    """Unlike workers with the batches that a plan gives them: all steps take one second, and jitter. With
+    equal batches those of the slow take ten.
+    """
     jitter = Jitter(sigma=0.1)
-    return Scenario(tuple(SimWorker(f"w{k}", b, lambda _: 1.0, jitter) for k, b in enumerate(BATCHES[count])))
+    times = [10.0 if count == UNLIKE and k >= 4 else 1.0 for k in range(count)]
+    return Scenario(
+        tuple(
+            SimWorker(f"w{k}", b, lambda _, t=t: t, jitter)  # type: ignore[misc]
+            for k, (b, t) in enumerate(zip(BATCHES[count], times, strict=True))
+        )
+    )
 
 
 def trained(case: tuple[Problem, int, str, int]) -> float:
@@ -194,7 +204,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
     options = parser.parse_args()
     seeds = range(options.seeds)
-    kinds = [(problem, count) for problem in PROBLEMS for count in options.workers]
+    kinds = [(p, n) for p in PROBLEMS for n in options.workers if n != UNLIKE or "digits" in p.title]
     cases = [(p, n, policy, seed) for p, n in kinds for policy in options.policies for seed in seeds]
     with multiprocessing.get_context("spawn").Pool() as pool:
         losses = dict(zip(cases, pool.map(trained, cases, chunksize=1), strict=True))
@@ -222,7 +232,7 @@ def main() -> int:
     text = "\n".join([f"{machine()}.\n", table(rows), "", closing, *late])
     print(text)
     if options.docs:
-        write_section("losses", text, PAGE)
+        write_section("unlike" if options.workers == [UNLIKE] else "losses", text, PAGE)
     return 0
 
 

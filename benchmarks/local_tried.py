@@ -22,7 +22,7 @@ from text import load
 from torch import nn
 from train import Transformer, loss_of
 
-from pyps.step.parts import even_steps
+from pyps.step.machine import even_steps
 from pyps.worker.sampling import indices
 
 PAGE = "local-steps.md"

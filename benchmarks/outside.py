@@ -16,6 +16,10 @@ and curves that this file generates, valued without the noise of their points:
     kneed     32 batches, 3 % noise: small batches do not fill the device
     tails     32 batches, 2 % noise: above some batch the memory slows every further sample
     sparse    5 batches, each twice the one before, 3 % noise: a knee or a tail, and a wandering efficiency
+
+`waves 5` to `wander 9` show the planner 5 or 9 batches, evenly on a log scale, with 3 % noise, and one in
+thirty takes half as long again: waves about a line, tiles, cliffs (above some batch all takes 1.2 to 1.8
+times as long), a cache that is left (a tail) and a wandering efficiency.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ POINTS_AND_NOISE = {
     "tails": (32, 0.02),
     "sparse": (5, 0.03),
 }
-FAMILIES = ("gavel", *POINTS_AND_NOISE)
+SPREAD = {
+    f"{kind} {seen}": seen for kind in ("waves", "tiles", "cliffs", "cache", "wander") for seen in (5, 9)
+}
+SPREAD_NOISE, OUTLIERS, OUTLIER = 0.03, 0.03, 1.5
+FAMILIES = ("gavel", *POINTS_AND_NOISE, *SPREAD)
 DENSE = ("noisy", "stepped", "kneed", "tails")
 BEHIND, DENSE_MEAN, SPARSE_MEAN, DENSE_OFF, P90 = 0.01, 1.01, 1.03, 0.01, 1.10  # what is promised
 
@@ -156,6 +164,33 @@ def generated(family: str, luck: np.random.Generator) -> Curve:
     return Curve(points, Table(tuple((int(b), float(t)) for b, t in zip(batch, seconds, strict=True))))
 
 
+def spread(family: str, luck: np.random.Generator) -> Curve:
+    """A device of a family whose every second point is one of 5 or 9 on a log scale."""
+    largest = int(2 ** luck.uniform(6, 9))
+    slope = float(np.exp(luck.uniform(np.log(2e-4), np.log(5e-3))))
+    batch = np.arange(1, largest + 1)
+    work, kind = batch.astype(float), family.split()[0]
+    if kind == "waves":
+        length = largest / luck.uniform(3, 10)
+        work = batch + 0.7 * length / (2 * np.pi) * np.sin(2 * np.pi * batch / length)
+    if kind == "tiles":
+        tile = int(luck.choice([8, 16, 32]))
+        work = tile * np.ceil(batch / tile)
+    if kind == "cache":
+        work = batch + luck.uniform(0.3, 1.5) * np.maximum(0, batch - largest * luck.uniform(0.2, 0.6))
+    seconds = slope * (largest * luck.uniform(0.02, 0.5) + work)
+    if kind == "cliffs":
+        seconds = seconds * np.where(batch > largest * luck.uniform(0.3, 0.8), luck.uniform(1.2, 1.8), 1.0)
+    if kind == "wander":
+        seconds = np.maximum.accumulate(seconds * _wandering(batch, luck))
+    spaced = np.geomspace(largest / 2 ** min(6, SPREAD[family] - 1), largest, 2 * SPREAD[family] - 1)
+    chosen = np.unique(spaced.round().astype(int))
+    noise = np.exp(SPREAD_NOISE * luck.standard_normal(len(chosen)))
+    times = seconds[chosen - 1] * noise * np.where(luck.random(len(chosen)) < OUTLIERS, OUTLIER, 1.0)
+    points = [(int(b), float(t)) for b, t in zip(chosen, times, strict=True)]
+    return Curve(points, Table(tuple((int(b), float(t)) for b, t in zip(batch, seconds, strict=True))))
+
+
 def _wandering(batch: np.ndarray, luck: np.random.Generator) -> np.ndarray:
     """An efficiency that changes smoothly with the logarithm of the batch, by some 5 %."""
     phases, at = luck.uniform(0, 2 * np.pi, 3), np.log2(batch)
@@ -199,7 +234,8 @@ def cases(family: str, seeds: int) -> list[Case]:
     found = []
     for seed in range(seeds):
         luck = np.random.default_rng(seed)
-        models = gavel() if family == "gavel" else [[generated(family, luck) for _ in range(8)]]
+        make = spread if family in SPREAD else generated
+        models = gavel() if family == "gavel" else [[make(family, luck) for _ in range(8)]]
         for _ in range(CLUSTERS):
             known = models[luck.integers(len(models))]
             curves = [known[k] for k in luck.integers(0, len(known), luck.integers(2, 7))]

@@ -28,9 +28,8 @@ import psutil
 from record import machine, table, write_section
 from shaped import CLIENT, Shaped, missing, shaped
 
-from pyps.formats.events import read_events
+from pyps.formats.events import read_events, read_undone
 from pyps.formats.records import StepRecord, read_run
-from pyps.formats.undone import read_undone
 
 POLICY, RANKS, EPOCHS = "asp", 4, 40
 WAIT_SECONDS = 180.0

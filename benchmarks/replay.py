@@ -1,6 +1,6 @@
 """Disturbed runs in virtual time: how near to the best split the Balancer keeps them.
 
-    python benchmarks/replay.py [--seeds 24] [--first-seed 0] [--hiccups 0.01] [--docs]
+    python benchmarks/replay.py [--seeds 24] [--first-seed 0] [--hiccups 0.01] [--drifts] [--docs]
 
 Four unlike devices with profiles train 512 samples a round. After 40 quiet rounds one of them is disturbed,
 and every 40 rounds the disturbance moves to another: for 320 rounds. It takes time once a step (a tenth to
@@ -13,6 +13,10 @@ ranks of DDP drive it, by the product's Cadence, it hears of each rank every 5 r
 the third round after a report; a rank that is sure of a change lets all report a round later, on GPUs two,
 and what is decided then holds at once. It was tuned with other seeds (--first-seed 1000) than those that the
 page shows.
+
+With --drifts the devices drift, stall, switch or only scatter instead (drifts.py), for 400 rounds, and the
+Balancer is compared with doing nothing, too, and with the best that a causal rule can reach: it knows each
+cost exactly once a round is over, and its split holds from the next round on, of DDP from the one after that.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 import numpy as np
+from drifts import DRIFTS, changes
 from record import machine, table, write_section
 
 from pyps.solver import Cost, Line
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.cadence import Cadence
-from pyps.solver.online.decide import Split, best_split, round_seconds
+from pyps.solver.online.decide import Cadence, Split, best_split, round_seconds
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import stretched
@@ -47,6 +51,8 @@ IMBALANCE = 0.10  # the longest step over the mean, less 1
 
 STORE, DDP = Rules(), Rules(window=5, deadband=0.03, rests=False)
 DRIVERS = ("store", "ddp", "ddp on GPUs")
+LAGS = {"store": 1, "ddp": 2, "ddp on GPUs": 3}  # rounds from a change to the split for it, at least
+DRIFTED = 1.05  # of the oracle's time: what is promised of drifts
 ASKS = {"ddp": 1, "ddp on GPUs": 2}  # rounds from a rank's being sure of a change to all ranks' knowing it
 PROFILES: list[Cost] = [Line(0.010 * s, 0.0008 * s) for s in SPEEDS]
 
@@ -213,6 +219,49 @@ def waiting_alone(kind: str, rounds: int, seeds: Sequence[int]) -> float:
     return mean(over)
 
 
+@functools.cache
+def best_at(factors: tuple[float, ...]) -> Split:
+    """The best split of devices that take so many times as long."""
+    costs = [stretched(cost, 0.0, factor) for cost, factor in zip(PROFILES, factors, strict=True)]
+    return best_split(GLOBAL_BATCH, costs, *FREE)
+
+
+def drift(driver: str, name: str, seed: int) -> list[float]:
+    """Over the oracle: the Balancer, doing nothing, the best causal rule; then changes, and real ones."""
+    luck, kind = random.Random(1000 + seed), DRIFTS[name]
+    factors = [tuple(each) for each in kind.factors(random.Random(seed))]
+    first = best_split(GLOBAL_BATCH, PROFILES, *FREE)
+    one, lag, over = driven(driver, first), LAGS[driver], []
+    for step, now in enumerate(factors):
+        splits = best_at(now), one.split, first, best_at(factors[step - lag]) if step >= lag else first
+        best, *took = [
+            max(cost.seconds(b) * factor for cost, factor, b in zip(PROFILES, now, split, strict=True))
+            for split in splits
+        ]
+        over.append([seconds / best for seconds in took])
+        batches = zip(PROFILES, now, one.split, strict=True)
+        one.trained(step, [cost.seconds(b) * factor * kind.scattered(luck) for cost, factor, b in batches])
+    return [*np.mean(over, axis=0).tolist(), len(one.changes), changes(factors)]
+
+
+def drifting(drivers: Sequence[str], seeds: Sequence[int]) -> tuple[str, list[str]]:
+    """The table of all drifts, and what was promised of them and is not kept."""
+    rows, short = [["run, drift", "over the oracle", "doing nothing", "causal", "changes", "real ones"]], []
+    for driver in drivers:
+        for name, kind in DRIFTS.items():
+            found = np.mean([drift(driver, name, seed) for seed in seeds], axis=0)
+            over, still, causal, made, real = found.tolist()
+            counted = f"{real:.1f}" if kind.sudden else "all the time"
+            rows.append(
+                [f"{driver}, {name}", *(f"{x:.3f}" for x in (over, still, causal)), f"{made:.1f}", counted]
+            )
+            if over > min(DRIFTED, 1.01 * still):
+                short.append(f"{driver}, {name}: {over:.3f} of the oracle's time")
+            if kind.sudden and made > real + 1:
+                short.append(f"{driver}, {name}: {made:.1f} changes for {real:.1f}")
+    return table(rows), short
+
+
 def row(driver: str, kind: str, noise: float, runs: Sequence[Run]) -> tuple[list[str], list[str]]:
     """The figures of runs, and what was promised of them and is not kept."""
     late = [run.over[ROTATES:] for run in runs]
@@ -252,6 +301,18 @@ def waits(seeds: Sequence[int]) -> str:
     return f"Over the oracle (additive and multiplicative) by waiting alone: {'; '.join(each)}."
 
 
+def kept(short: Sequence[str]) -> str:
+    """What is not kept, in words."""
+    return "; ".join(short) if short else "All that is promised is kept."
+
+
+def publish(section: str, text: str, docs: bool) -> None:
+    """Print it; docs: write it into its page, too."""
+    print(text)
+    if docs:
+        write_section(section, text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -260,9 +321,15 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--hiccups", type=float, default=0.01, help="the share of steps that hiccup")
     parser.add_argument("--drivers", nargs="+", choices=DRIVERS, default=DRIVERS)
+    parser.add_argument("--drifts", action="store_true")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
+    if options.drifts:
+        rows, short = drifting(options.drivers, seeds)
+        text = f"{machine()}. {options.seeds} seeds, 400 rounds.\n\n{rows}\n\n{kept(short)}"
+        publish("replay-drifts", text, options.docs)
+        sys.exit(bool(short))
     heading = ["run, disturbance, noise", "over the oracle", "slope over true", "slopes off", "imbalanced"]
     rows, short = [[*heading, "re-plans", "over two, most"]], []
     for driver in options.drivers:
@@ -275,12 +342,9 @@ def main() -> None:
     text = (
         f"{machine()}. {options.seeds} seeds. Imbalanced: rounds whose longest step is over {IMBALANCE:.0%} "
         f"above the mean; re-plans: a change of the devices brings so many; in so many changes over two.\n\n"
-        f"{table(rows)}\n\n{waits(seeds)}\n\n"
-        + ("; ".join(short) if short else "All that is promised is kept.")
+        f"{table(rows)}\n\n{waits(seeds)}\n\n{kept(short)}"
     )
-    print(text)
-    if options.docs:
-        write_section("replay" if options.hiccups else "replay-no-hiccups", text)
+    publish("replay" if options.hiccups else "replay-no-hiccups", text, options.docs)
     sys.exit(bool(short))
 
 

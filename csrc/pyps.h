@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      8
+#define PYPS_ABI      9
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -252,8 +252,9 @@ PYPS_API int pyps_rejoin(pyps_store *store); /* after PYPS_EFENCED: active again
  * samples again. */
 PYPS_API int pyps_start(pyps_store *store, double timeout_seconds, pyps_claim *out);
 /* Copies the parameters. A worker gets them as momentum will have moved them when its gradient is admitted
- * (look-ahead), unless rounds wait for all, scaling is PYPS_SCALE_NONE or plain_pulls is set. The worker's own last
- * gradient stands for those under way: write the next one after the pull. */
+ * (look-ahead), unless scaling is PYPS_SCALE_NONE, plain_pulls is set, or rounds wait for all and do not overlap. The
+ * worker's own last gradient stands for those under way: write the next one after the pull. In rounds none does, and
+ * the caller may go on along its own (Adam: along the mean, here). */
 PYPS_API int pyps_pull(pyps_store *store, float *flat, uint64_t *version_out);
 /* A staging buffer that no process reads any more, for flat_elements gradients. Its pointer stays valid until
  * leave; the buffer belongs to the caller until it is pushed. After leave the pointer leads to memory that only this
@@ -404,8 +405,8 @@ typedef struct {
     double correction;    /* dcasgd: the weight of its correction, the paper's lambda */
     double slack;         /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience;      /* r2sp: periods after which a turn that is not taken is skipped */
-    double noise; /* saps, PYPS_MEASURED: of a gradient, squared, over that of the true gradient's length */
-    double own;   /* of a policy that has another number: see its file */
+    double noise;    /* saps, PYPS_MEASURED: of a gradient, squared, over the true one; below 0: measured */
+    double own;      /* of a policy that has another number: see its file */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;
 
@@ -779,6 +780,8 @@ PYPS_API int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decis
  * staging_buffers, samples and scales. Returns the count. */
 PYPS_API uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *staging_buffers,
                                     uint32_t *samples, float *scales, uint32_t capacity);
+/* The gradient of the next push, [count]. Returns 1 if the policy looks at gradients, else 0; `count` 0 only asks. */
+PYPS_API int pyps_core_gradient(pyps_core *core, const float *gradient, uint64_t count);
 /* How far a pull of this slot's worker looks ahead, in global batches; 0: not at all. */
 PYPS_API double pyps_core_lookahead(const pyps_core *core, uint32_t slot);
 PYPS_API int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity);

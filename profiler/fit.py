@@ -20,14 +20,14 @@ the trusted range.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyps.errors import InputError
-from pyps.formats import Fit, Point
+from pyps.formats import Fit, Link, Memory, Point
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
 TRUST_TOLERANCE = 0.10  # the model is not trusted at a measured batch that it misses by more
@@ -240,3 +240,31 @@ def trusted_range(batches: Vector, errors: Vector) -> tuple[int, int]:
     if not len(met):
         met = np.array([int(np.argmin(errors))])
     return int(batches[met[0]]), int(batches[met[-1]])
+
+
+def memory_model(peaks: Sequence[tuple[int, int]], budget_bytes: int) -> Memory | None:
+    """The memory model fixed + per sample * b, an upper bound of every measured peak; None if memory is
+    constant.
+
+    The slope is the median over pairs of sizes, the intercept the least with which no point lies above the
+    line. peaks: two or more batches, each with its peak in bytes.
+    """
+    b, peak = (np.array(values, float) for values in zip(*peaks, strict=True))
+    i, j = np.triu_indices(len(b), 1)
+    slope = float(np.median((peak[j] - peak[i]) / (b[j] - b[i])))
+    if slope <= 0:
+        return None
+    fixed = max(0, math.ceil(float(np.max(peak - slope * b))))
+    return Memory(fixed_bytes=fixed, bytes_per_sample=slope, budget_bytes=budget_bytes)
+
+
+def link_model(via: str, seconds: Mapping[int, Sequence[float]]) -> Link:
+    """Latency and bandwidth of a link. via: how it was measured. seconds: of messages, by their bytes."""
+    largest = max(seconds)
+    at_least = largest / float(np.median(seconds[largest]))  # where the slope is lost in the noise
+    if len(seconds) == 1:
+        return Link(via=via, latency_seconds=0.0, bytes_per_second=at_least)
+    fit = fit_points([(size, value) for size, values in seconds.items() for value in values])
+    per_byte = fit.per_sample_seconds or 1 / at_least
+    latency = fit.fixed_seconds or float(np.median(seconds[min(seconds)]))  # of a line through 0
+    return Link(via=via, latency_seconds=latency, bytes_per_second=1 / per_byte)

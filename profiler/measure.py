@@ -5,25 +5,28 @@ size runs until its steps take about the same time: caches, allocator and clocks
 are timed in rounds, each round in a different fixed order, with an untimed step before each timed one. So a
 machine that drifts or is interrupted disturbs all sizes alike instead of bending the curve. Rounds continue
 until the median of every size is known well enough, up to a limit. The profile keeps all seconds; the fit
-uses the median of each size.
+uses the median of each size. All of it has a budget of wall time; what does not fit is left out, and named.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
-from pyps.profiler.clocks import gpu_clocks
-from pyps.profiler.lines import memory_model
+from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
+from pyps.profiler.fit import memory_model
 from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
@@ -38,6 +41,11 @@ from pyps.profiler.stepper import (
 from pyps.tasks.by_name import load_task
 from pyps.tasks.task import TrainingTask, require_torch
 
+if TYPE_CHECKING:
+    import torch
+
+CLIMB_SHARE, SETTLE_SHARE = 0.4, 0.1  # of them
+LEAST_ROUNDS = 2  # of all sizes: where time is short, the largest sizes are left out
 REPEATS = 7  # least timed steps of a batch size: an odd number, so that the median is one of them
 MAX_REPEATS = 31
 MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard error
@@ -47,9 +55,17 @@ PARTS_REPEATS = 3
 LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
 FEW = 2  # samples, which batch normalization needs
 LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of a doubling
+LOOK_SECONDS = 0.2
+# nvmlClocksEventReasons*: those that slow a clock down unintentionally.
+REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
 
 Notify = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,7 @@ class Probe:
     batch: int
     seconds: float
     peak_bytes: int
+    wall_seconds: float = 0.0  # of all of it: about two steps
 
 
 def profile_model(
@@ -74,6 +91,7 @@ def profile_model(
     max_step_seconds: float = MAX_STEP_SECONDS,
     options: StepOptions = StepOptions(),  # noqa: B008 - frozen
     memory_budget: int | None = None,
+    seconds: float = SECONDS,
     notify: Notify = warnings.warn,
     progress: Progress | None = None,
 ) -> Profile:
@@ -83,10 +101,12 @@ def profile_model(
     device: cpu or cuda:N. max_batch: the end of a ladder of sizes; without it the ladder ends where memory or
     max_step_seconds do. batches: exactly these sizes. repeats: least timed steps of each size. throttle:
     emulates a device that many times slower. threads: torch's threads during the measurement. options: how a
-    step is taken. memory_budget: bytes that a step may use, if less than what is free. notify: is called with
-    sentences on what limits the result. progress: is called with (steps done, steps in all). Raises
-    InputError for a wrong argument, model or device, PypsError without torch.
+    step is taken. memory_budget: bytes that a step may use, if less than what is free. seconds: of wall time
+    for all of it; two sizes are timed once in any case. notify: is called with sentences on what limits the
+    result. progress: is called with (seconds gone, seconds at most). Raises InputError for a wrong argument,
+    model or device, PypsError without torch.
     """
+    budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
     require_torch()
     where = name or (model if isinstance(model, str) else type(model.model).__name__)
@@ -96,24 +116,20 @@ def profile_model(
         stepper = make_stepper(task, target, throttle, where, options)
         if memory_budget is not None:
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
-        probes = climb(stepper, sizes, max_step_seconds, notify)
-        timed = [p.batch for p in probes]
-        settle(stepper, timed[len(timed) // 2], notify)
+        probes = affordable(climb(stepper, sizes, max_step_seconds, notify, budget), budget)
+        costs = {p.batch: p.wall_seconds for p in probes}
+        settle(stepper, [*costs][len(costs) // 2], notify, budget)
         with gpu_clocks(target) as clocks:
-            seconds = time_in_rounds(stepper, timed, repeats, progress)
-        probes = _timed_ones(probes, seconds, stepper, notify)
-        parts = {probe.batch: time_parts(stepper, probe.batch) for probe in probes}
+            timed = time_in_rounds(stepper, [*costs], repeats, budget, costs)
+        probes = _timed_ones(probes, timed, stepper, notify)
+        parts = {p.batch: time_parts(stepper, p.batch, budget, costs[p.batch] / 2) for p in probes}
         _report_overrun(stepper, notify)
+        budget.say(notify)
     for reason in clocks:
         notify(f"the GPU ran below its clocks while it was timed: {reason}")
-    points = [
-        Point(batch=p.batch, seconds=seconds[p.batch], peak_bytes=p.peak_bytes, parts=parts[p.batch])
-        for p in probes
-    ]
+    points = [_point_of(p, timed[p.batch], parts[p.batch]) for p in probes]
     return Profile(
-        device=Device(
-            name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=throttle is not None
-        ),
+        device=_device_of(stepper, throttle),
         model=_model_info(where, task, options),
         points=points,
         max_batch=_largest(max_batch, sizes, probes),
@@ -122,6 +138,15 @@ def profile_model(
         fit=select_fit(points),
         clocks=clocks or None,
     )
+
+
+def _point_of(probe: Probe, seconds: list[float], parts: Parts | None) -> Point:
+    return Point(batch=probe.batch, seconds=seconds, peak_bytes=probe.peak_bytes, parts=parts)
+
+
+def _device_of(stepper: Stepper, throttle: float | None) -> Device:
+    emulated = throttle is not None
+    return Device(name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=emulated)
 
 
 def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInfo:
@@ -150,20 +175,34 @@ def ladder(max_batch: int) -> list[int]:
 
 
 def climb(
-    stepper: Stepper, sizes: Sequence[int] | None, max_step_seconds: float, notify: Notify
+    stepper: Stepper,
+    sizes: Sequence[int] | None,
+    max_step_seconds: float,
+    notify: Notify,
+    budget: Budget = UNLIMITED,
 ) -> list[Probe]:
     """Runs every size once, ascending, up to the memory limit. One sample may be too few for the model.
 
     sizes: the sizes to run; None: double the size up to the memory limit or max_step_seconds. notify: is
-    called with a sentence on the memory limit. Raises InputError if fewer than two sizes fit.
+    called with a sentence on the memory limit. budget: a part of it is for this. Raises InputError if fewer
+    than two sizes fit.
     """
     probes: list[Probe] = []
     alone: InputError | None = None
     for batch in sizes if sizes is not None else (2**k for k in count()):
         if batch > MAX_BATCH or (sizes is None and probes and 2 * probes[-1].seconds > max_step_seconds):
             break
+        if len(probes) >= 2 and not budget.allows(_expected_wall(probes, batch), CLIMB_SHARE):
+            rest = ", ".join(str(b) for b in sizes or () if b >= batch) or f"{batch} and more"
+            budget.left_out.append(f"batches {rest}")
+            break
+        budget.advance(math.inf)
         try:
-            probe = _probe(stepper, batch) if _expected_bytes(probes, batch) <= stepper.budget_bytes else None
+            probe = (
+                _probe(stepper, batch, budget.clock)
+                if _expected_bytes(probes, batch) <= stepper.budget_bytes
+                else None
+            )
         except InputError as error:
             if batch > 1 or error.field != TRAINING:
                 raise
@@ -187,21 +226,50 @@ def _check_two(probes: Sequence[Probe], stepper: Stepper) -> None:
         raise InputError("batches", "", found, "room for two sizes: smaller batches or model")
 
 
+def _expected_wall(probes: Sequence[Probe], batch: int) -> float:
+    """Seconds of a larger batch's probe, on the line through the last two."""
+    before, last = probes[-2], probes[-1]
+    slope = (last.wall_seconds - before.wall_seconds) / (last.batch - before.batch)
+    return last.wall_seconds + max(0.0, slope) * (batch - last.batch)
+
+
+def affordable(probes: list[Probe], budget: Budget) -> list[Probe]:
+    """The sizes for which there is time: the largest ones go, where LEAST_ROUNDS of all do not fit."""
+    kept = list(probes)
+    while len(kept) > 2 and not budget.allows(LEAST_ROUNDS * sum(p.wall_seconds for p in kept)):
+        kept.pop()
+    if dropped := [p.batch for p in probes[len(kept) :]]:
+        budget.left_out.append(f"batches {', '.join(map(str, dropped))}")
+    return kept
+
+
 def time_in_rounds(
-    stepper: Stepper, batches: Sequence[int], repeats: int, progress: Progress | None = None
+    stepper: Stepper,
+    batches: Sequence[int],
+    repeats: int,
+    budget: Budget = UNLIMITED,
+    costs: dict[int, float] | None = None,
 ) -> dict[int, list[float]]:
     """Seconds of the steps of every batch size, in interleaved rounds; a seed fixes the order.
 
     Each size gets `repeats` steps, and then up to MAX_REPEATS while its median's error exceeds MEDIAN_ERROR.
-    A size that does not fit into memory any more is left out.
+    A size that does not fit into memory any more is left out. costs: about how long a step and the one before
+    take, by batch; measured again here. Where the budget ends, sizes keep the steps that they have.
     """
     seconds: dict[int, list[float]] = {batch: [] for batch in batches}
     order, shuffle = list(batches), random.Random(0).shuffle
-    done, most = 0, max(repeats, MAX_REPEATS)
+    costs = {} if costs is None else costs
+    most, scarce = max(repeats, MAX_REPEATS), 0
     for number in range(most):
         shuffle(order)
         wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
+            parts = sum(costs.values()) / 2  # one run of each size's
+            if seconds[batch] and not budget.allows(costs.get(batch, 0.0) + parts):
+                scarce += number < repeats
+                continue
+            budget.advance((most - number) * sum(costs.get(b, 0.0) for b in order))
+            began = budget.clock()
             try:
                 data = stepper.prepare(batch)
                 stepper.timed_step(data, batch)  # untimed: caches, allocator, clock and throttle settle
@@ -212,9 +280,9 @@ def time_in_rounds(
                 continue
             finally:
                 data = None
-            done += 1
-            if progress is not None:
-                progress(done, max(done, repeats * len(batches)))
+            costs[batch] = budget.clock() - began
+    if scarce:
+        budget.left_out.append(f"{scarce} of {repeats * len(seconds)} timed steps")
     return seconds
 
 
@@ -229,11 +297,16 @@ def _timed_ones(
     return timed
 
 
-def settle(stepper: Stepper, batch: int, notify: Notify) -> bool:
-    """Runs steps until the last few take about the same time; False, after a notice, if they never do."""
+def settle(stepper: Stepper, batch: int, notify: Notify, budget: Budget = UNLIMITED) -> bool:
+    """Runs steps until the last few take about the same time; False, after a notice, if they never do, or if
+    a part of the budget ends.
+    """
     data = stepper.prepare(batch)
     latest: list[float] = []
+    end = budget.gone + SETTLE_SHARE * budget.seconds
     for _ in range(SETTLE_LIMIT):
+        if budget.gone > end:
+            return False
         latest = [*latest[1 - SETTLE_STEPS :], stepper.timed_step(data, batch)]
         if len(latest) == SETTLE_STEPS and max(latest) <= (1 + SETTLED) * min(latest):
             return True
@@ -241,20 +314,27 @@ def settle(stepper: Stepper, batch: int, notify: Notify) -> bool:
     return False
 
 
-def time_parts(stepper: Stepper, batch: int) -> Parts:
-    """The median seconds of a step's parts; measured in separate steps, because it slows a step down."""
-    runs = [stepper.parts(batch) for _ in range(PARTS_REPEATS)]
+def time_parts(stepper: Stepper, batch: int, budget: Budget, cost: float) -> Parts | None:
+    """The median seconds of a step's parts; measured in separate steps, because it slows a step down. None
+    where the budget has no room for one, which takes about `cost` seconds.
+    """
+    runs = [stepper.parts(batch) for _ in range(PARTS_REPEATS) if budget.allows(cost)]
+    if not runs:
+        budget.left_out.append(f"the parts of a step of {batch}")
+        return None
     return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
 
 
-def _probe(stepper: Stepper, batch: int) -> Probe | None:
+def _probe(stepper: Stepper, batch: int, clock: Callable[[], float] = time.monotonic) -> Probe | None:
     """One warm-up step that measures the memory, then one timed step; None if they do not fit."""
+    began = clock()
     try:
         data = stepper.prepare(batch)
         peak = stepper.peak_bytes(data)
         if peak > stepper.budget_bytes:
             return None
-        return Probe(batch, stepper.timed_step(data, batch), peak)
+        seconds = stepper.timed_step(data, batch)
+        return Probe(batch, seconds, peak, clock() - began)
     except OutOfMemoryError:
         return None
 
@@ -364,3 +444,52 @@ def _threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
+    """Watches a GPU's clocks with NVML (pip install nvidia-ml-py) during the `with` block; then the list
+    holds every reason for which they were slowed down.
+    """
+    reasons: list[str] = []
+    nvml, handle = _nvml(device)
+    if nvml is None:
+        yield reasons
+        return
+    seen, done = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal seen
+        while not done.wait(LOOK_SECONDS):
+            try:
+                seen |= int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+            except nvml.NVMLError:  # some virtual GPUs do not tell
+                return
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield reasons
+    finally:
+        done.set()
+        watcher.join()
+        reasons += [name for bit, name in REASONS.items() if seen & bit]
+        nvml.nvmlShutdown()
+
+
+def _nvml(device: torch.device) -> tuple[Any, Any]:
+    """NVML and its handle of a CUDA device; None if either is missing."""
+    if device.type != "cuda":
+        return None, None
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    import torch
+
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:  # no driver library, or a device that it does not manage
+        return None, None

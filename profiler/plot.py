@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InputError, PypsError
+from pyps.errors import InputError, PypsError, shown
 from pyps.formats import Fit, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.select import fit_of
@@ -86,7 +86,8 @@ def _label(axes: Any, profile: Profile, batches: Ints) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
     throttled = f", throttled {profile.device.throttle:g}x" if profile.device.emulated else ""
-    axes.set_title(f"{profile.model.name} on {profile.device.name}{throttled}", fontsize=10)
+    title = shown(f"{profile.model.name} on {profile.device.name}{throttled}")
+    axes.set_title(title, fontsize=10, parse_math=False)
     axes.legend(title="hatched: do not trust", frameon=False)
 
 

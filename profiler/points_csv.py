@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, Link, Memory, ModelInfo, Point, Profile
-from pyps.profiler.lines import link_model, memory_model
+from pyps.formats.files import read_text
+from pyps.profiler.fit import link_model, memory_model
 from pyps.profiler.select import select_fit
 
 COLUMNS = ("batch", "seconds")
 MORE_COLUMNS = ("peak_bytes", "link_bytes", "link_seconds")
-MAX_FILE_BYTES = 1 << 26
 MAX_BYTES = 2**63 - 1  # of memory, or of a message
 
 
@@ -63,7 +63,7 @@ def import_points(
     for field, value in given.items():
         if value is not None and not 1 <= value <= most[field]:
             raise InputError("import", field, str(value), f"a whole number from 1 to {most[field]}")
-    rows = list(_read_rows(where, _read_text(where)))
+    rows = list(_read_rows(where, read_text(where).removeprefix("\ufeff")))
     by_batch: dict[int, list[_Row]] = {}
     for row in rows:
         by_batch.setdefault(row.batch, []).append(row)
@@ -117,22 +117,6 @@ def _link(rows: Sequence[_Row]) -> Link | None:
         if row.link_bytes is not None and row.link_seconds is not None:
             seconds.setdefault(row.link_bytes, []).append(row.link_seconds)
     return link_model("imported", seconds) if seconds else None
-
-
-def _read_text(where: str) -> str:
-    try:
-        with open(where, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise InputError(where, "", found.lower(), "a readable CSV file") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise InputError(where, "", f"more than {MAX_FILE_BYTES} bytes", "a smaller file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InputError(where, "", found, "UTF-8 text") from None
 
 
 def _read_rows(where: str, text: str) -> Iterator[_Row]:

@@ -4,15 +4,16 @@
     knee     T(b) = max(t0, c + a b)
     table    a nondecreasing polygon: the form blended with the points (pyps.profiler.blend)
 
-A form is kept if it misses no measured batch by more than 10 %, predicts batches left out about as well as
-the blend does, and promises little gain below the smallest measured batch, unless four batches prove it.
+The blend is believed first. A form is kept only if it misses no measured batch by more than 10 %, predicts
+batches left out as well as the blend or nearly exactly, and promises little gain below the smallest measured
+batch, unless four batches prove it.
 (The forms other than the line, and this rule, are ours.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -22,13 +23,13 @@ from numpy.typing import NDArray
 from pyps.formats import Fit, Point, Profile
 from pyps.profiler.blend import USUAL_NOISE, Blend, Form, Walk, estimated, thinned
 from pyps.profiler.fit import (
-    KNEE_GAIN,
     LEFT_OUT_LIMIT,
     NOISE_CEILING,
     TRUST_TOLERANCE,
     fit_points,
     medians_of,
     point_seconds,
+    predict_seconds,
     r2_of,
     refitted,
     soft_l1,
@@ -40,35 +41,17 @@ GOOD_ENOUGH = 0.02  # a form with a smaller error at batches left out is kept
 UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
 CONFIRMING = 4  # batches on a form that prove it, also below the smallest
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
-RESAMPLES = 200
-CONFIDENCE = 0.90
+NORMAL_90 = 1.645  # standard deviations to each side of 90 % of normal errors
 
 Vector = NDArray[np.float64]
 Kind = Literal["affine", "knee"]
 
 
-@dataclass(frozen=True)
-class _Model:
-    """How a device's points are fitted: the kind of the form, and the walk about it."""
-
-    kind: Kind
-    walk: Walk
-    blended: bool
-
-    def curve(self, batches: Vector, seconds: Vector) -> Vector:
-        """At the batches, fitted to these seconds."""
-        form = refitted(self.kind, batches, seconds)
-        if not self.blended:
-            return form(batches)
-        return form(batches) * Blend.of(form, batches, seconds, self.walk).ratio(batches)
-
-
 def select_fit(points: Sequence[Point]) -> Fit:
     """Fits a profile's points with the model that predicts best, and adds a band of its uncertainty.
 
-    `band` has (batch, low, high) for each measured batch: 90 % of the fits to measurements resampled from
-    those of each batch lie between low and high seconds (percentile bootstrap, seeded). It is None if every
-    batch was measured once. Raises InputError as fit_points does.
+    `band` has (batch, low, high) for each measured batch: where 90 % of the times of batches between these
+    lie, by the errors at batches left out; None with two batches. Raises InputError as fit_points does.
     """
     measured = [(p.batch, s) for p in points for s in point_seconds(p)]
     fit = fit_points(measured)
@@ -76,11 +59,12 @@ def select_fit(points: Sequence[Point]) -> Fit:
     kind: Kind = "knee" if fit.kind == "knee" else "affine"
     form = refitted(kind, batches, seconds)
     walk = estimated(form, batches, seconds, _usual_noise(points))
-    blended = _needs_blend(kind, fit, form, walk, batches, seconds)
+    alone, followed = _misses(kind, walk, batches, seconds)
+    blended = _needs_blend(fit, form, batches, seconds, alone, followed)
     if blended:
-        fit = _blended(kind, form, walk, batches, seconds)
-    fit = msgspec.structs.replace(fit, doubling_error=walk.doubling_error)
-    return _with_band(fit, _Model(kind, walk, blended), points)
+        fit = _blended(form, walk, batches, seconds, followed)
+    band = _band(fit, followed if blended else alone, points)
+    return msgspec.structs.replace(fit, doubling_error=walk.doubling_error, band=band)
 
 
 def fit_of(profile: Profile) -> Fit:
@@ -103,10 +87,13 @@ def _usual_noise(points: Sequence[Point]) -> float:
     return max(LEAST_NOISE, float(np.median(errors))) if errors else USUAL_NOISE
 
 
-def _needs_blend(kind: Kind, fit: Fit, form: Form, walk: Walk, batches: Vector, seconds: Vector) -> bool:
+def _needs_blend(
+    fit: Fit, form: Form, batches: Vector, seconds: Vector, alone: Vector, followed: Vector
+) -> bool:
     """Whether the form alone does not do.
 
-    kind, form, fit: the form, and how it was judged. walk: about it. batches, seconds: the points.
+    form, fit: the form, and how it was judged. batches, seconds: the points. alone, followed: relative errors
+    at batches left out, of the form and of the blend.
     """
     if np.abs(form(batches) / seconds - 1).max() > TRUST_TOLERANCE:
         return True
@@ -115,15 +102,14 @@ def _needs_blend(kind: Kind, fit: Fit, form: Form, walk: Walk, batches: Vector, 
         return False
     if 1 - float(form(np.ones(1))[0] / form(batches[:1])[0]) > UNMEASURED_GAIN:
         return True
-    if good:
-        return False
-    alone, blended = _misses(kind, walk, batches, seconds)
-    return soft_l1(blended, NOISE_CEILING) < KNEE_GAIN * soft_l1(alone, NOISE_CEILING)
+    return not good and soft_l1(alone, NOISE_CEILING) > soft_l1(followed, NOISE_CEILING)
 
 
 def _misses(kind: Kind, walk: Walk, batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
-    """Relative errors at batches left out one by one: of the form, and of the blend."""
+    """Relative errors at batches left out one by one: of the form, and of the blend. None of two batches."""
     alone, blended = [], []
+    if len(batches) < 3:
+        return np.empty(0), np.empty(0)
     for k in np.unique(
         np.linspace(0, len(batches) - 1, min(len(batches), LEFT_OUT_LIMIT)).round().astype(int)
     ):
@@ -135,15 +121,13 @@ def _misses(kind: Kind, walk: Walk, batches: Vector, seconds: Vector) -> tuple[V
     return np.array(alone), np.array(blended)
 
 
-def _blended(kind: Kind, form: Form, walk: Walk, batches: Vector, seconds: Vector) -> Fit:
-    """The fit whose table is the form blended with the points."""
+def _blended(form: Form, walk: Walk, batches: Vector, seconds: Vector, misses: Vector) -> Fit:
+    """The fit whose table is the form blended with the points. misses: at batches left out."""
     blend = Blend.of(form, batches, seconds, walk)
     table = blend.knots()
     at = np.interp(batches, [b for b, _ in table], [s for _, s in table])
     low, high = trusted_range(batches, np.abs(at / seconds - 1))
-    error = None
-    if len(batches) > 2:
-        error = float(np.median(np.abs(_misses(kind, walk, batches, seconds)[1])))
+    error = float(np.median(np.abs(misses))) if len(misses) else None
     last = batches[-1:]
     slope = float((form(2 * last) - form(last))[0] * blend.ratio(last)[0] / last[0])
     return Fit(
@@ -157,21 +141,14 @@ def _blended(kind: Kind, form: Form, walk: Walk, batches: Vector, seconds: Vecto
     )
 
 
-def _with_band(fit: Fit, model: _Model, points: Sequence[Point]) -> Fit:
-    """The fit with the band of its predictions: each resample refits the coefficients of the same model."""
-    groups: dict[int, list[float]] = {}
-    for point in sorted(points, key=lambda p: p.batch):
-        groups.setdefault(point.batch, []).extend(point_seconds(point))
-    if all(len(seconds) == 1 for seconds in groups.values()):
-        return fit
-    luck, batches, curves = np.random.default_rng(0), np.array(list(groups), float), []
-    resampled = [luck.choice(seconds, (RESAMPLES, len(seconds))) for seconds in groups.values()]
-    medians = np.column_stack([np.median(drawn, axis=1) for drawn in resampled])
-    distinct, drawn_as = np.unique(medians, axis=0, return_inverse=True)  # of few repeats many are equal
-    for again in distinct:
-        few, seconds = _bunched(batches, again)
-        curves.append(np.interp(batches, few, model.curve(few, seconds)))
-    ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    low, high = np.quantile(np.array(curves)[drawn_as.reshape(-1)], ends, axis=0)
-    band = [(b, float(lo), float(hi)) for b, lo, hi in zip(groups, low, high, strict=True)]
-    return msgspec.structs.replace(fit, band=band)
+def _band(fit: Fit, misses: Vector, points: Sequence[Point]) -> list[tuple[int, float, float]] | None:
+    """The curve at the measured batches, times and over what 90 % of errors between these stay below.
+
+    misses: at batches left out; those inside tell of gaps twice as wide as the ones between the points.
+    """
+    if not len(misses):
+        return None
+    inner = misses[1:-1] if len(misses) > 2 else misses
+    off = math.exp(NORMAL_90 * float(np.sqrt(np.mean(np.log1p(inner) ** 2))))
+    batches = sorted({point.batch for point in points})
+    return [(b, predict_seconds(fit, b) / off, predict_seconds(fit, b) * off) for b in batches]

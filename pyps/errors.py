@@ -16,9 +16,11 @@ An error is raised where the fact is known; pyps.cli turns it into one line and 
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
+HIDDEN = ("Cc", "Cf", "Zl", "Zp")  # Unicode's classes of signs that are not seen
 LONGEST_WORD = 100  # characters for which a like one is looked for
 
 
@@ -54,6 +56,14 @@ def one_of(found: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(found[:LONGEST_WORD], names)
     near.sort(key=lambda name: sorted(name) != sorted(found))  # one with two letters exchanged comes first
     return f"one of {', '.join(names)}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def shown(text: str, keep: str = "") -> str:
+    """Text of a file or another host for a terminal: control and direction signs, but for `keep`, escaped."""
+    if text.isprintable():
+        return text
+    hidden = {c for c in text if unicodedata.category(c) in HIDDEN and c not in keep}
+    return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
 
 
 class Infeasible(PypsError):

@@ -8,21 +8,32 @@ To the min-max problem with synchronisation (pyps.solver.exact.subset) come the 
                 direction. A host: it prepares a fixed number of samples a second for all its workers
     together    sets of workers that are used all or not at all
 
-The objective is the longest step. How long an iteration takes then depends on the policy's pace
-(pyps.solver.pace).
+The objective is the longest step. How long an iteration, one global batch of samples, takes then depends on
+the policy's pace. A step is the time from one step of a worker to its next, if it waits for no other.
+
+    round   the longest step. With k spare workers, the longest step but k: B samples then take B / (B - d)
+            rounds, where d samples a round are dropped
+    clock   the longest step: in the long run every worker makes as many steps as the slowest
+    turns   the longest step, or all transfers one after another, if they take longer
+    free    B / sum_i (b_i / s_i): nothing waits. Where a link is always busy, its workers' steps s_i stretch
+            to at least s with sum_i x_i / s_i = 1, x_i the seconds of a worker's transfers over it
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pyps.formats import EvenSplit
 from pyps.formats.mode import ROUND, Pace
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, times
-from pyps.solver.pace import iteration
 from pyps.solver.sync import Sync
+
+SAME = 0.02  # relative: which of two steps this close is the later one changes from round to round
+BISECTIONS = 60
 
 
 @dataclass(frozen=True)
@@ -143,3 +154,78 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     exposed = constrained.sync.exposed(longest, sync)
     seconds = iteration(constrained.pace, batches, steps, longest, busy) + exposed
     return ConstrainedSolution(batches, computing, links, steps, exposed, longest + exposed, seconds)
+
+
+def iteration(pace: Pace, batches: Ints, steps: Floats, longest: float, busy: Sequence[Floats]) -> float:
+    """Seconds of an iteration.
+
+    batches, steps: samples and seconds of each worker (0: left out). longest: the longest step, or the link
+    or host that takes longer. busy: for each shared link, the seconds of each worker's transfers.
+    """
+    used = batches > 0
+    if pace.kind == "free":
+        for transfers in busy:
+            steps = _stretched(steps, transfers)
+        rate = float((batches[used] / steps[used]).sum())
+        return max(int(batches.sum()) / rate, _host(steps, longest, busy))
+    if pace.spare and used.sum() > 1:
+        return _without_the_slowest(min(pace.spare, int(used.sum()) - 1), batches[used], steps[used])
+    return longest
+
+
+def _host(steps: Floats, longest: float, busy: Sequence[Floats]) -> float:
+    """The seconds of a host's preparation, if they are what takes longest; else 0."""
+    explained = max([float(steps.max()), *(float(transfers.sum()) for transfers in busy)])
+    return longest if longest > explained else 0.0
+
+
+def _stretched(steps: Floats, transfers: Floats) -> Floats:
+    """The steps of workers on a link that has no more than one second a second for their transfers."""
+    mine = transfers > 0
+    if not mine.any() or float((transfers[mine] / steps[mine]).sum()) <= 1:
+        return steps
+    low, high = float(steps[mine].min()), float(transfers.sum())
+    for _ in range(BISECTIONS):
+        middle = low + (high - low) / 2
+        if float((transfers[mine] / np.maximum(steps[mine], middle)).sum()) > 1:
+            low = middle
+        else:
+            high = middle
+    return np.where(mine, np.maximum(steps, high), steps)
+
+
+def _without_the_slowest(spare: int, batches: Ints, steps: Floats) -> float:
+    """A round closes without the `spare` slowest; their samples have to be trained in another round."""
+    closes = float(np.sort(steps)[len(steps) - spare - 1])
+    late, close = steps > closes * (1 + SAME), np.abs(steps - closes) <= closes * SAME
+    dropped = float(batches[late].sum()) + (spare - int(late.sum())) * float(batches[close].mean())
+    total = int(batches.sum())
+    return closes * total / (total - dropped)
+
+
+def even_batches(global_batch: int, count: int) -> list[int]:
+    """The global batch split as evenly as whole samples allow; the first ranks take the remainder."""
+    return [global_batch // count + (k < global_batch % count) for k in range(count)]
+
+
+def even_units(constrained: ConstrainedProblem) -> Ints:
+    """The even split over all ranks, as the batches of the problem's workers."""
+    each, total = constrained.ranks_each, constrained.problem.global_batch
+    if each is None or (each == 1).all():
+        return np.array(even_batches(total, len(constrained.problem.costs)), np.int64)
+    ranks = np.array(even_batches(total, int(each.sum())), np.int64)
+    return np.add.reduceat(ranks, np.cumsum(each) - each)
+
+
+def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]:
+    """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
+    problem = constrained.problem
+    batch = even_units(constrained)
+    within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
+    within &= batch <= problem.costs.last_batch(problem.max_batch)
+    solution = evaluate(constrained, batch)
+    seconds = solution.step_seconds.tolist()
+    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
+    if not (within.all() and kept):
+        return EvenSplit(feasible=False), seconds
+    return EvenSplit(feasible=True, seconds=solution.iteration_seconds), seconds

@@ -1,8 +1,12 @@
-"""The seconds that a push and a pull take over a worker's link to the store, by the bits of a number on the
-wire.
+"""What a link does, for the planner, the simulator and the emulation of links alike, and the seconds that a
+push and a pull take over a worker's, by the bits of a number on the wire.
 
-What a link does is pyps.solver.wire's. A store on the worker's own machine is reached without a link: one
-transfer follows the other. The store moves whole chunks of parameters.
+A link is full duplex: pushes do not take bandwidth from pulls. A worker's messages follow one another in each
+direction, but only for the time that their bytes take; latencies overlap. Where a [[shared]] link is theirs,
+the messages of several workers divide its bandwidth evenly at any time: n that begin together end together,
+as late as if they had followed one another. So a round's pushes take the sum of their times, and then its
+pulls do. A store on the worker's own machine is reached without a link: one transfer follows the other. The
+store moves whole chunks of parameters.
 
 Bytes and errors are those of the codecs: 32 is f32, 16 bf16, 8 int8 in blocks of 256, 4 int4 in blocks of 64,
 with an fp32 scale a block. An error is the root mean square of the loss, relative to that of the numbers. It
@@ -14,12 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pyps.formats import Bits
+import msgspec
+
+from pyps.formats import Bits, Cluster, WorkerGroup
 
 WIRE_BYTES: dict[Bits, float] = {32: 4.0, 16: 2.0, 8: 1 + 4 / 256, 4: 0.5 + 4 / 64}
 ERROR: dict[Bits, float] = {32: 0.0, 16: 0.0017, 8: 0.0070, 4: 0.108}
 BYTES_PER_PARAMETER = 4
 CHUNK = 32_768  # parameters, of which the store moves whole ones
+NANOSECONDS = 1e9
+ROUNDING = 1e-6  # bytes: the rounding error of a counter
 
 
 @dataclass(frozen=True)
@@ -107,3 +115,75 @@ def link_cost(
     if parameters is None or bandwidth is None:
         return None
     return LinkCost(latency or 0.0, BYTES_PER_PARAMETER * moved_parameters(parameters) / bandwidth, duplex)
+
+
+class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A link: seconds of an empty message, bytes a second each way; `shared` names one that several workers
+    use.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    shared: str = ""
+
+
+class FairShares(msgspec.Struct):
+    """One direction of a link whose messages divide its bandwidth evenly.
+
+    time: nanoseconds, of what follows. counter: bytes that each message has passed which has been here from
+    the beginning. ends: of the messages here, the counter at which each has passed, and its number. count: of
+    all messages until now.
+    """
+
+    time: int = 0
+    counter: float = 0.0
+    ends: list[tuple[float, int]] = []
+    count: int = 0
+
+    def add(self, now: int, size: float, bytes_per_second: float) -> int:
+        """A message of `size` bytes comes; its number."""
+        self.advance(now, bytes_per_second)
+        self.count += 1
+        self.ends = sorted([*self.ends, (self.counter + size, self.count)])
+        return self.count
+
+    def advance(self, now: int, bytes_per_second: float) -> None:
+        """Let time pass until `now`: messages that have passed are gone."""
+        left = max(0.0, (now - self.time) / NANOSECONDS * bytes_per_second)  # bytes, of all messages
+        while self.ends:
+            needed = (self.ends[0][0] - self.counter) * len(self.ends)
+            if needed > left + ROUNDING:
+                self.counter += left / len(self.ends)
+                break
+            self.counter, left = self.ends[0][0], max(0.0, left - needed)
+            self.ends = self.ends[1:]
+        self.time = max(now, self.time)
+
+    def end(self, number: int, bytes_per_second: float) -> int | None:
+        """When a message will have passed if no other comes, in nanoseconds; None: it has."""
+        passed, counter = 0.0, self.counter
+        for place, (end, one) in enumerate(self.ends):
+            passed += (end - counter) * (len(self.ends) - place)
+            counter = end
+            if one == number:
+                return self.time + max(1, round(passed / bytes_per_second * NANOSECONDS))
+        return None
+
+
+def shared_links(cluster: Cluster, group: WorkerGroup) -> tuple[LinkSpec, ...]:
+    """The [[shared]] links that the transfers of a group's workers cross, in the file's order; with [sync],
+    none.
+    """
+    return tuple(
+        LinkSpec(one.latency, one.bandwidth, one.name)
+        for one in cluster.shared
+        if one.bandwidth is not None and one.name in group.shares and cluster.sync is None
+    )
+
+
+def stated_links(cluster: Cluster, group: WorkerGroup) -> tuple[LinkSpec, ...]:
+    """The links that the file states for a group's workers: those that they share, or their own."""
+    shared = shared_links(cluster, group)
+    if shared or group.bandwidth is None:
+        return shared
+    return (LinkSpec(group.latency or 0.0, group.bandwidth),)

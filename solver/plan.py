@@ -20,7 +20,6 @@ from pyps.formats import (
     MAX_BATCH,
     Cluster,
     CostEstimate,
-    EvenSplit,
     Fit,
     GoodputEstimate,
     NoiseForecast,
@@ -35,7 +34,7 @@ from pyps.formats import (
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.accumulate import best_size
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, even_split, even_units
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
@@ -63,34 +62,6 @@ from pyps.solver.units import by_rank
 
 QUANTILE_ROUNDS = 4
 MAX_REPEATS = 1000  # micro-batches that may be proposed
-
-
-def even_batches(global_batch: int, count: int) -> list[int]:
-    """The global batch split as evenly as whole samples allow; the first ranks take the remainder."""
-    return [global_batch // count + (k < global_batch % count) for k in range(count)]
-
-
-def even_units(constrained: ConstrainedProblem) -> Ints:
-    """The even split over all ranks, as the batches of the problem's workers."""
-    each, total = constrained.ranks_each, constrained.problem.global_batch
-    if each is None or (each == 1).all():
-        return np.array(even_batches(total, len(constrained.problem.costs)), np.int64)
-    ranks = np.array(even_batches(total, int(each.sum())), np.int64)
-    return np.add.reduceat(ranks, np.cumsum(each) - each)
-
-
-def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]:
-    """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
-    problem = constrained.problem
-    batch = even_units(constrained)
-    within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
-    within &= batch <= problem.costs.last_batch(problem.max_batch)
-    solution = evaluate(constrained, batch)
-    seconds = solution.step_seconds.tolist()
-    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
-    if not (within.all() and kept):
-        return EvenSplit(feasible=False), seconds
-    return EvenSplit(feasible=True, seconds=solution.iteration_seconds), seconds
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> Plan:
@@ -512,7 +483,6 @@ def _plan_worker(
         weight=batch / problem.global_batch,
         predicted_seconds=float(solution.step_seconds[k]),
         link_seconds=float(solution.link_seconds[k]),
-        fit_error=rank.fit.leave_one_out_error,
         throttle=rank.profile.device.throttle,
         max_accumulation=rank.group.max_accumulation,
         required=rank.group.required,

@@ -28,13 +28,13 @@ from pyps.solver.links import (
     LinkCost,
     link_cost,
     overlapped_seconds,
+    shared_links,
     transfer_seconds,
 )
 from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.sync import Sync
 from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
-from pyps.solver.wire import shared_links
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses

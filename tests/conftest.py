@@ -119,7 +119,7 @@ def plan(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where programs.build() keeps the core's objects for the whole run, one compilation a sanitizer."""
+    """Where programs.build() keeps the programs for the whole run, one of each for a sanitizer."""
     return tmp_path_factory.mktemp("programs")
 
 

@@ -34,8 +34,9 @@ Curve = list[tuple[float, int, float]]  # seconds, samples, loss
 EVEN = Competitor("BSP, equal batches", ("bsp",))
 PLANNED = Competitor("BOA: BSP, planned batches", ("bsp",), planned=True)
 BACKUP_ONE = Competitor("backup, one", ("backup:k=1",))
-BACKUP = Competitor("backup, k tuned", ("backup:k=1", "backup:k=2", "backup:k=3"))
-SSP = Competitor("SSP", ("ssp:bound=3", "ssp:bound=8"))
+BACKUP = Competitor("backup, k tuned", tuple(f"backup:k={k}" for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)))
+BOTH = replace(BACKUP, title="backup, k tuned, planned batches", planned=True)
+SSP = Competitor("SSP", tuple(f"ssp:bound={bound}" for bound in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55)))
 ASP, DYNSGD = Competitor("ASP", ("asp",)), Competitor("DynSGD", ("dynsgd",))
 SAPS = Competitor("SaPS", ("saps",))
 
@@ -77,10 +78,10 @@ class Findings:
 
 def boa(budget: Budget, _: Path) -> Findings:
     """Planned batches against equal ones and backup workers, on unlike and on equal devices."""
-    scenarios = (TuningScenario("three-types"), TuningScenario("uniform"))
-    competitors = (PLANNED, EVEN, BACKUP_ONE, BACKUP)
+    scenarios = tuple(map(TuningScenario, ("three-types", "five", "uniform")))
+    competitors = (PLANNED, EVEN, BACKUP_ONE, BACKUP, BOTH)
     found = tune_all([(s, c) for s in scenarios for c in competitors], budget)
-    three, uniform = found[:4], found[4:]
+    three, five, uniform = found[:5], found[5:10], found[10:]
     gain = three[2].median / three[0].median
     alike = uniform[0].median / min(s.median for s in uniform)
     published = TuningScenario("lbb")
@@ -98,6 +99,10 @@ def boa(budget: Budget, _: Path) -> Findings:
         ),
         Criterion.at_most("BOA's time over the best one's on equal devices", alike, 1 + UNIFORM_MARGIN),
     ]
+    for name, (boa_alone, _, _, backup, both) in (("three types", three), ("five", five)):
+        least = both.mean / min(boa_alone.mean, backup.mean)
+        figure = f"planned batches with backup workers over the better of each alone, {name}"
+        criteria.append(Criterion.at_most(figure, least, 1 + UNIFORM_MARGIN))
     return Findings([*result_tables(found), lbb], criteria, panels(found))
 
 

@@ -45,7 +45,6 @@ def least_variation(count: int, jitter: Jitter, seed: int) -> float:
     gaps, mean = cp.Variable(AHEAD + count), MAX_CYCLE / count
     total = cp.cumsum(gaps)
     rules = [total[count:] - total[:-count] >= steps, gaps >= 0, cp.sum(gaps) == mean * (AHEAD + count)]
-    # Not by OSQP, the default: where HiGHS is loaded too, it calls a function of that instead, and crashes.
     cp.Problem(cp.Minimize(cp.sum_squares(gaps - mean)), rules).solve(solver=cp.CLARABEL)
     return float(gaps.value.std() / mean)
 

@@ -41,7 +41,7 @@ from tuning import (
 GAINS = {"many": 2.0, "crowd": 1.6, ROOT64: 1.35, "three": 1.3}  # ASP's time over SaPS's, at least
 FEW = "few"
 LEVEL = ("four", "eight", "sixteen", "heavy", "uniform")
-SHARES = (0.125, 0.25, 0.5, 1.0, 2.0)  # of N: bounds to choose from
+SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of N: bounds to choose from
 WAITING = (EVEN, BACKUP_ONE, BACKUP, SSP)
 SEEDS, TUNING = tuple(range(201, 213)), (101, 102, 103)
 

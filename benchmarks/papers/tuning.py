@@ -2,7 +2,9 @@
 
 Time is virtual, gradients are real. Tuning: each variant of a policy is trained to the loss with step sizes
 on a coarse grid; from the best one, factors of four, two and the square root of two are tried up and down for
-as long as the time gets shorter. A step size counts by its median over seeds that the results do not use.
+as long as the time gets shorter. A step size counts by its median over seeds that the results do not use. The
+variants of a competitor are a ladder: it is climbed until two in a row are no better, so that the one chosen
+lies inside what was tried, or at an end that the policy itself has.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ CLUSTERS = Path(__file__).resolve().parents[1] / "clusters"
 GRID = (1.0, 4.0, 16.0)  # step sizes for a whole global batch
 FINER = (4.0, 2.0, math.sqrt(2.0))
 MEASURE_EVERY = 256  # samples between two measurements of the loss, or a global batch if that is less
+ENOUGH = 2  # variants in a row that are no better than the best: the ladder ends
 PATIENCE = 1.25  # a trial ends after this many times the best one's seconds
 STUDENT = {
     2: 12.706,
@@ -79,11 +82,18 @@ class TuningScenario:
 
 @dataclass(frozen=True)
 class Competitor:
-    """A title, the variants of a policy to choose from, and whether batches are the plan's or equal."""
+    """A title, the variants of a policy to choose from, and whether batches are the plan's or equal.
+
+    variants: in order of their number, as far as the policy has others that differ.
+    """
 
     title: str
     variants: tuple[str, ...]
     planned: bool = False
+
+    def ladder(self, workers: int) -> tuple[str, ...]:
+        """The variants that this many workers can have: some of them must be waited for."""
+        return tuple(v for v in self.variants if not v.startswith("backup:k=") or int(v[9:]) < workers)
 
 
 @dataclass(frozen=True)
@@ -253,14 +263,18 @@ def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> Tu
         scenario = replace(scenario, max_batches=8, target=2.2)
         competitor = replace(competitor, variants=competitor.variants[:1])
     cluster = cluster_of(scenario, planned=competitor.planned)
-    chosen, lr, best, trials = Trial(scenario, cluster, competitor.variants[0]), GRID[0], math.inf, 0
-    for policy in competitor.variants:
+    ladder = competitor.ladder(len(cluster.workers))
+    chosen, lr, best, trials, behind = Trial(scenario, cluster, ladder[0]), GRID[0], math.inf, 0, 0
+    for policy in ladder:
         trial = Trial(scenario, cluster, policy)
         tuner = Tuner(trial, budget.tuning, best)
         step_size, seconds = tuner.best()
         trials += len(tuner.found) * len(budget.tuning)
+        behind = 0 if seconds < best else behind + 1
         if seconds < best:
             chosen, lr, best = trial, step_size, seconds
+        if behind == ENOUGH and best < math.inf:
+            break
     runs = tuple(chosen.run(lr, seed) for seed in budget.seeds)
     return TuningResult(scenario, competitor, chosen.policy, lr, trials, cluster.global_batch, runs)
 

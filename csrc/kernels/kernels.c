@@ -131,7 +131,8 @@ static double way_left(double beta, double left, double part) {
     return left * (1 - pow(beta, part)) / (1 - beta);
 }
 
-struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps, double distance) {
+struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps, double distance,
+                           bool rounds) {
     bool adam = optimizer == PYPS_ADAMW || optimizer == PYPS_ADAM, nesterov = !adam && h->nesterov;
     if (!(steps > 0 && distance > 0) || (!adam && optimizer != PYPS_MOMENTUM)) return (struct ahead){0};
     double beta = (double)(adam ? h->beta1 : h->momentum), left = nesterov ? beta * beta : beta;
@@ -139,7 +140,8 @@ struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *h, double steps
     double rate = nesterov ? beta * steady + 1 : steady, root = adam ? (double)kernels_root(h, steps) : 1;
     double near = distance > 1 ? 1 / (distance * distance) : distance;
     double unit = (double)h->lr * root / (adam ? 1 - pow(beta, steps) : 1);
-    return (struct ahead){.carried = (float)(unit * way_left(beta, left, distance)),
+    double carried = adam && rounds ? distance + 0.5 : way_left(beta, left, distance);
+    return (struct ahead){.carried = (float)(unit * carried),
                           .direct = (float)(unit * (rate * near - way_left(beta, left, near) * steady)),
                           .eps = (float)((double)h->eps * root)};
 }

@@ -109,8 +109,11 @@ struct step_constants kernels_constants(unsigned optimizer, const pyps_hyper *hy
 
 /* The way of the next `distance` steps if all their gradients are g: carried m + direct g (Adam: over sqrt(v) + eps);
  * carried is 0: there is no momentum. Weight decay is left out. g is the less like those gradients the longer the
- * distance: above 1 it counts for a step of 1 / distance^2. */
-struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *hyper, double steps, double distance);
+ * distance: above 1 it counts for a step of 1 / distance^2. `rounds`: these steps are rounds, and there is no g. Then
+ * Adam's are expected to be like their mean, and half a step more does best; other optimizers' workers know their part
+ * (pyps/step/own.py). */
+struct ahead kernels_ahead(unsigned optimizer, const pyps_hyper *hyper, double steps, double distance,
+                           bool rounds);
 float kernels_root(const pyps_hyper *hyper, double steps); /* Adam's root_correction */
 
 #endif

@@ -20,16 +20,26 @@
 
 #include "kernels/codec_template.h"
 
+/* What is done to every gradient, in registers before a loop begins. */
+struct NAME(filter) {
+    VEC scale, low, high, decay;
+};
+
+INLINE struct NAME(filter) NAME(filter_of)(float scale, float clip, float decay) {
+    return (struct NAME(filter)){SET(scale), SET(-clip), SET(clip), SET(decay)};
+}
+
 /* clamp(scale * g, -clip, clip); a gradient that is NaN stays NaN */
-INLINE VEC NAME(clamped)(const float *g, float scale, float clip) {
-    return LOWER(SET(clip), UPPER(SET(-clip), MUL(SET(scale), LOAD(g))));
+INLINE VEC NAME(clamped)(const float *g, const struct NAME(filter) * f) {
+    return LOWER(f->high, UPPER(f->low, MUL(f->scale, LOAD(g))));
 }
 
 /* the same + decay * x. `odd` stays 0 while all gradients are finite: g - g is 0, or NaN. */
-INLINE VEC NAME(gradient)(const float *g, VEC x, const struct step_constants *k, VEC *odd) {
+INLINE VEC NAME(gradient)(const float *g, VEC x, const struct NAME(filter) * f, VEC *odd, bool decays) {
     PREFETCH(g);
     *odd = ADD(*odd, SUB(LOAD(g), LOAD(g)));
-    return ADD(NAME(clamped)(g, k->scale, k->clip), MUL(SET(k->weight_decay), x));
+    VEC d = NAME(clamped)(g, f);
+    return decays ? ADD(d, MUL(f->decay, x)) : d;
 }
 
 /* Whether all lanes are 0. */
@@ -51,21 +61,23 @@ INLINE void NAME(put_ahead)(const struct step *s, size_t i, VEC x, VEC way) {
     if (s->copy) STREAM(s->copy + i, SUB(x, way));
 }
 
-/* In copies that no store can change, so that they stay in registers. */
+/* The arguments, in copies that no store can change: they stay in registers. */
 #define COPIES(step, constants)                                                                              \
     const struct step_constants own_ = *(constants), *k = &own_;                                             \
-    const struct step run_ = *(step), *s = &run_
+    const struct step run_ = *(step), *s = &run_;                                                            \
+    const struct NAME(filter) f = NAME(filter_of)(k->scale, k->clip, k->weight_decay)
 
 /* p - lr * d */
 TARGET static bool NAME(sgd)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
     VEC odd = SET(0.0f);
+    const VEC lr = SET(k->lr);
     const float *p = s->old[0], *g = s->gradient;
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
         VEC x = LOAD(p + i);
-        NAME(put)(s, i, SUB(x, MUL(SET(k->lr), NAME(gradient)(g + i, x, k, &odd))));
+        NAME(put)(s, i, SUB(x, MUL(lr, NAME(gradient)(g + i, x, &f, &odd, true))));
     }
     TAIL(update[PYPS_SGD], NAME(none)(odd));
 }
@@ -85,26 +97,28 @@ INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
 TARGET static bool NAME(momentum)(const struct step *step, const struct step_constants *constants) {
     COPIES(step, constants);
     VEC odd = SET(0.0f);
-    const VEC mu = SET(k->momentum), gain = SET(k->gain);
+    const VEC mu = SET(k->momentum), gain = SET(k->gain), lr = SET(k->lr);
     const float *p = s->old[0], *m = s->old[1], *g = s->gradient;
     float *n = s->new[1];
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, true);
         PREFETCH(m + i);
         VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
-        x = SUB(x, MUL(SET(k->lr), NAME(way)(d, v, k)));
+        x = SUB(x, MUL(lr, NAME(way)(d, v, k)));
         if (k->ahead.carried == 0.0f) NAME(put)(s, i, x);
-        else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, k->scale, k->clip)));
+        else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, &f)));
     }
     TAIL(update[PYPS_MOMENTUM], NAME(none)(odd));
 }
 
 /* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
- * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps) */
-TARGET static bool NAME(adam)(const struct step *step, const struct step_constants *constants) {
+ * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps).
+ * `plain`: a whole step without look-ahead, of a gradient to which no decay is added. The compiler makes a loop of its
+ * own for it, whose constants fit the registers. */
+INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants *constants, bool plain) {
     COPIES(step, constants);
     VEC odd = SET(0.0f);
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
@@ -115,23 +129,30 @@ TARGET static bool NAME(adam)(const struct step *step, const struct step_constan
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd), m1 = LOAD(m + i);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, !plain), m1 = LOAD(m + i);
         PREFETCH(m + i), PREFETCH(v + i);
-        VEC c = k->calm != 0.0f ? ADD(d, MUL(calm, SUB(MUL(mean, m1), d))) : d;
+        VEC c = plain || k->calm == 0.0f ? d : ADD(d, MUL(calm, SUB(MUL(mean, m1), d)));
         m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
         VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(c, c)));
         STORE(mm + i, m1);
         STORE(vv + i, v1);
-        VEC v_root = SQRT(v1), below = ADD(DIV(v_root, root), eps);
-        x = SUB(MUL(shrink, x), DIV(MUL(lr, NAME(way)(d, m1, k)), below));
-        if (k->ahead.carried == 0.0f) {
+        VEC v_root = SQRT(v1), below = ADD(DIV(v_root, root), eps), way = plain ? m1 : NAME(way)(d, m1, k);
+        x = SUB(MUL(shrink, x), DIV(MUL(lr, way), below));
+        if (plain || k->ahead.carried == 0.0f) {
             NAME(put)(s, i, x);
             continue;
         }
-        VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, k->scale, k->clip));
+        VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, &f));
         NAME(put_ahead)(s, i, x, DIV(on, ADD(v_root, SET(k->ahead.eps))));
     }
     TAIL(update[PYPS_ADAM], NAME(none)(odd));
+}
+
+TARGET static bool NAME(adam)(const struct step *step, const struct step_constants *constants) {
+    const struct step_constants *k = constants;
+    bool plain = k->weight_decay == 0.0f && k->calm == 0.0f && k->carried == 1.0f && k->direct == 0.0f &&
+                 k->ahead.carried == 0.0f;
+    return plain ? NAME(adam_loop)(step, k, true) : NAME(adam_loop)(step, k, false);
 }
 
 /* s' = s + part d d; p - lr_t * d / (sqrt(s') + eps) */
@@ -144,7 +165,7 @@ TARGET static bool NAME(adagrad)(const struct step *step, const struct step_cons
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, k, &odd);
+        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, true);
         PREFETCH(sum + i);
         VEC s1 = ADD(LOAD(sum + i), MUL(part, MUL(d, d)));
         STORE(sums + i, s1);
@@ -164,7 +185,8 @@ INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
     PREFETCH(l->from[1] + i);
     if (!l->gradient) return MUL(SET(l->ahead.carried), m);
     PREFETCH(l->gradient + i);
-    return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, l->scale, l->clip));
+    const struct NAME(filter) f = NAME(filter_of)(l->scale, l->clip, 0);
+    return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, &f));
 }
 
 /* p - (carried m + direct g) */
@@ -210,19 +232,24 @@ TARGET static void NAME(divide)(float *x, float divisor, size_t length) {
     for (; i < length; i++) x[i] = x[i] / divisor;
 }
 
+/* Vectors of the compiler's own, as wide as a register: of a wider one, gcc keeps the parts in memory. */
+enum { NAME(register) = sizeof(VEC) < 16 ? 16 : sizeof(VEC), NAME(lanes) = NAME(register) / 4 };
+typedef float NAME(floats) __attribute__((vector_size(NAME(register))));
+typedef float NAME(half_floats) __attribute__((vector_size(NAME(register) / 2)));
+typedef double NAME(doubles) __attribute__((vector_size(NAME(register))));
+
 /* A square of a float is exact in fp64, so each term is one rounding. */
 TARGET static double NAME(square_sum)(const float *x, size_t length) {
-    typedef float floats __attribute__((vector_size(32)));
-    typedef double doubles __attribute__((vector_size(64)));
-    doubles sums[2] = {{0}, {0}};
+    enum { LANES_EACH = NAME(lanes) / 2, SUMS = 16 / LANES_EACH };
+    NAME(doubles) sums[SUMS] = {{0}};
     size_t i = 0;
     for (; i + 16 <= length; i += 16) {
         PREFETCH(x + i);
-        for (int half = 0; half < 2; half++) {
-            floats part;
-            memcpy(&part, x + i + 8 * half, sizeof part);
-            doubles wide = __builtin_convertvector(part, doubles);
-            sums[half] += wide * wide;
+        for (int k = 0; k < SUMS; k++) {
+            NAME(half_floats) part;
+            memcpy(&part, x + i + LANES_EACH * k, sizeof part);
+            NAME(doubles) wide = __builtin_convertvector(part, NAME(doubles));
+            sums[k] += wide * wide;
         }
     }
     double all[16];
@@ -236,20 +263,19 @@ TARGET static double NAME(square_sum)(const float *x, size_t length) {
 /* x - x is 0 if x is finite, else NaN. Four places of the run are read in turn: one alone waits for its memory, and four
  * are as many as the hardware prefetches for at once. */
 TARGET static bool NAME(finite)(const float *x, size_t length) {
-    typedef float floats __attribute__((vector_size(64)));
-    floats sums[4] = {{0}, {0}, {0}, {0}};
-    size_t quarter = length / 64 * 16;
-    for (size_t i = 0; i < quarter; i += 16)
+    NAME(floats) sums[4] = {{0}, {0}, {0}, {0}};
+    size_t quarter = length / (4 * NAME(lanes)) * NAME(lanes);
+    for (size_t i = 0; i < quarter; i += NAME(lanes))
         for (size_t k = 0; k < 4; k++) {
-            floats part;
+            NAME(floats) part;
             memcpy(&part, x + k * quarter + i, sizeof part);
             sums[k] += part - part;
         }
-    float all[16], sum = 0;
+    float all[NAME(lanes)], sum = 0;
     sums[0] += sums[1], sums[2] += sums[3], sums[0] += sums[2];
     memcpy(all, sums, sizeof all);
     for (size_t i = 4 * quarter; i < length; i++) sum += x[i] - x[i];
-    for (int lane = 0; lane < 16; lane++) sum += all[lane];
+    for (int lane = 0; lane < NAME(lanes); lane++) sum += all[lane];
     return sum == 0;
 }
 

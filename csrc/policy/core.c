@@ -1,5 +1,6 @@
 /* core.c: the decision core on a private view, for virtual time. It takes the same steps as a store. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "error.h"
 #include "policy/config.h"
@@ -9,6 +10,8 @@
 struct pyps_core {
     const struct policy *policy;
     struct view *view;
+    bool looks, sketched; /* at gradients; the next push's is known */
+    float sketch[SKETCH];
 };
 
 static struct view_config view_config_of(const pyps_config *c) {
@@ -41,6 +44,8 @@ int pyps_core_create(const pyps_config *asked, pyps_core **out) {
     }
     view_init(core->view, &view_config);
     core->policy = policy_find(view_config.policy);
+    core->looks = core->policy->needs_sketch && core->policy->needs_sketch(&view_config.policy_params);
+    core->sketched = false;
     *out = core;
     return PYPS_OK;
 }
@@ -103,6 +108,10 @@ int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out)
         return rc;
     struct view *v = core->view;
     struct event e = event_in(v, &copy);
+    if (copy.kind == PYPS_ON_PUSH && core->sketched) {
+        e.sketched = 1, core->sketched = false;
+        memcpy(e.sketch, core->sketch, sizeof e.sketch);
+    }
     enum verdict verdict = view_step(v, &e, &o);
     *out = (pyps_decision){.verdict = verdict,
                            .advice = (uint32_t)o.advice,
@@ -136,6 +145,15 @@ uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *sta
         scales[i] = from->scale;
     }
     return count;
+}
+
+int pyps_core_gradient(pyps_core *core, const float *gradient, uint64_t count) {
+    int rc = given(core);
+    if (rc || (count && (rc = given(gradient)))) return rc;
+    if (!core->looks || !count) return core->looks;
+    memset(core->sketch, 0, sizeof core->sketch);
+    sketch_add(core->sketch, gradient, 0, count);
+    return core->sketched = true;
 }
 
 double pyps_core_lookahead(const pyps_core *core, uint32_t slot) {

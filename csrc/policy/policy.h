@@ -2,8 +2,8 @@
  * pure functions on the view. To add one, write a file with its row, and name the row in POLICIES. Neither the store
  * nor the simulator knows policies by name.
  *
- * What a policy keeps of its own lies in words of the view that its file lays out: view->shared_state of the store,
- * rank->own of each rank. They are 0 at first; the former are part of a state.
+ * What a policy keeps of its own lies in words of the view that its file lays out: view->shared_state and shared_own
+ * of the store, rank->own of each rank. They are 0 at first; the first of the three are part of a state.
  *
  * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
  * it must leave the view as it was.
@@ -11,8 +11,8 @@
  * WHICH FILE CALLS WHICH. The files stand on floors. A file calls only files that this list has before it
  * (tests/c/test_layers_c.py):
  *
- *   views      view_parts, view_clocks, view_samples
- *   policies   saps_bound, policy_*, policy
+ *   views      sketch, view_parts, view_clocks, view_samples
+ *   policies   saps_noise, saps_bound, policy_*, policy
  *   decisions  config, view_ranks, view_round, view_valid, view
  *   runs       view_state, core, replay
  */
@@ -39,6 +39,8 @@ struct policy {
     /* What workers must send along. NULL: not needed under any parameters. `params` NULL: any parameters. */
     bool (*needs_base_params)(const pyps_policy_params *params);
     bool (*needs_grad_norm)(const pyps_policy_params *params);
+    /* Whether a push comes with a sketch of its gradient. NULL: not under any parameters. */
+    bool (*needs_sketch)(const pyps_policy_params *params);
     /* PYPS_OK, or PYPS_EINVAL with the parameter that is out of range. NULL: nothing to check. */
     int (*check_params)(const pyps_policy_params *params);
     /* May this member, for which there are samples, start a step now (START), or the step after the current

@@ -2,22 +2,48 @@
  *
  * ASP: every gradient is one step, applied at once.
  * DynSGD: a push takes 1 / (staleness + 1) of a step (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
- * parameter servers, SIGMOD 2017).
+ * parameter servers, SIGMOD 2017). Where pushes are parts of a step by their samples, that is divided by its own mean
+ * over samples, so that a learning rate moves the parameters as far as under the others, however late gradients are.
  * ConSGD, of the same paper: a push takes 1 / workers of a step. So do ASP's pushes by their part of a global batch:
  * it is another name of ASP, and is refused where a push is a whole step.
  * DC-ASGD: ASP, with a gradient corrected for its delay (Zheng and others: Asynchronous SGD with delay
  * compensation, ICML 2017). The store corrects it, because only the store has both parameters.
  */
+#include <math.h>
+
 #include "policy/policy.h"
 
-/* The workers whose pushes make up a step, of which each takes its part by its samples already; 1 where each is one. The
- * last one may push what it holds while it rests already. */
-static float pushes_a_step(const struct view *v) {
-    return v->policy_params.scaling == PYPS_SCALE_NONE || !v->active ? 1.0f : (float)v->active;
-}
+#define WINDOW 8 /* pushes of each worker that the mean weight is of: a slow one's are few */
+
+/* Sums over pushes, in which older ones count less. */
+struct mean_weight {
+    double weights, samples; /* weights: each times its samples */
+} __attribute__((may_alias));
+
+_Static_assert(sizeof(struct mean_weight) <= sizeof((struct view *)0)->shared_state, "in the view's words");
 
 static float by_staleness(const struct view *v, uint64_t staleness) {
-    return pushes_a_step(v) / (float)(staleness + 1);
+    (void)v;
+    return 1.0f / (float)(staleness + 1);
+}
+
+static bool over_mean(struct view *v, const struct event *e, struct outcome *out) {
+    struct mean_weight *mean = (struct mean_weight *)v->shared_state;
+    if (!e->samples || v->policy_params.scaling == PYPS_SCALE_NONE) return true;
+    double kept = 1 - 1.0 / (WINDOW * (v->active + 1.0));
+    mean->weights = kept * mean->weights + (double)out->scale * e->samples;
+    mean->samples = kept * mean->samples + e->samples;
+    out->scale *= (float)(mean->samples / mean->weights);
+    return true;
+}
+
+static int restore_mean(struct view *v, const pyps_state *state) {
+    const struct mean_weight *mean = (struct mean_weight *)v->shared_state;
+    (void)state;
+    if (mean->weights >= 0 && mean->samples >= mean->weights && isfinite(mean->samples)) return PYPS_OK;
+    return fail(PYPS_EINVAL,
+                "state: policy_state: found weights %g of %g samples; expected no more than them",
+                mean->weights, mean->samples);
 }
 
 static int check_consgd(const pyps_policy_params *params) {
@@ -32,6 +58,10 @@ static bool corrects(const pyps_policy_params *params) { return !params || param
 
 const struct policy policy_asp = {.name = "asp", .starts_at_once = true};
 const struct policy policy_consgd = {.name = "consgd", .starts_at_once = true, .check_params = check_consgd};
-const struct policy policy_dynsgd = {.name = "dynsgd", .starts_at_once = true, .weight = by_staleness};
+const struct policy policy_dynsgd = {.name = "dynsgd",
+                                     .starts_at_once = true,
+                                     .weight = by_staleness,
+                                     .on_push = over_mean,
+                                     .restore = restore_mean};
 const struct policy policy_dcasgd = {
     .name = "dcasgd", .starts_at_once = true, .needs_base_params = corrects, .check_params = check_dcasgd};

@@ -110,6 +110,7 @@ static void observe(struct view *v, const struct event *e, uint32_t samples, uin
     if (is_fixed(v) && v->policy_params.late == PYPS_DROP) size_claims(v, m, staleness, limit);
     if (!is_measured(v)) return;
     saps_time_claim(v, e, samples);
+    saps_see_gradient(v, e, staleness_of(v, m, staleness - (v->version - m->pulled_version)));
     if (l->limit > 0 && ++l->pushes < l->interval) return;
     uint64_t next = l->interval ? 2 * l->interval : 1, longest = v->active / SETTINGS;
     l->pushes = 0, l->interval = next < longest ? next : longest;
@@ -139,6 +140,7 @@ static void on_pull(struct view *v, const struct event *e) {
     const struct member *m = view_member(v, e->slot);
     struct saps_rank *own = saps_rank(view_rank(v, (uint32_t)m->rank));
     own->pulled_samples = saps_limit(v)->samples;
+    own->pulled = *saps_sum(v);
     for (uint64_t k = v->version; k > m->pulled_version && k + v->tickets > v->version; k--)
         own->pulled_samples -= view_ticket(v, k)->samples; /* admitted since that version */
 }
@@ -150,11 +152,13 @@ static bool on_push(struct view *v, const struct event *e, struct outcome *out) 
     observe(v, e, e->samples, out->staleness, limit);
     if (e->grad_norm_squared > 0 && isfinite(e->grad_norm_squared)) fit_line(v, e);
     limit = is_measured(v) ? bound(v, m) : limit;
-    double staleness = staleness_of(v, m, out->staleness - (v->version - m->pulled_version));
+    double staleness = staleness_of(v, m, out->staleness - (v->version - m->pulled_version)), weight = 1;
     if (staleness > (double)limit) {
         if (!is_heard(v, m)) return false;
-        out->scale = (float)((double)limit / staleness);
+        weight = saps_weight(staleness, (double)limit);
     }
+    if (is_measured(v) && v->policy_params.late == PYPS_WEIGH) weight /= saps_limit(v)->mean_weight;
+    out->scale = (float)weight;
     saps_rank(view_rank(v, (uint32_t)m->rank))->rejected = 0;
     saps_limit(v)->samples += e->samples;
     return true;
@@ -193,13 +197,16 @@ static void restore_rank(struct rank *rank, const pyps_rank_state *from) {
 static int restore(struct view *v, const pyps_state *state) {
     (void)state;
     struct staleness_limit *l = saps_limit(v);
-    const double numbers[] = {l->limit, l->quantile, l->n, l->x, l->y, l->xx, l->xy, l->mean_batch};
+    const double numbers[] = {l->limit, l->quantile, l->n,          l->x,      l->y,
+                              l->xx,    l->xy,       l->mean_batch, l->length, l->batches};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!(numbers[i] >= 0 && isfinite(numbers[i])))
             return fail(PYPS_EINVAL,
                         "state: policy_state[%zu]: found %g; expected a finite number of at least 0", i,
                         numbers[i]);
-    l->limit = l->mean_batch = 0, l->samples = l->pushes = l->interval = 0; /* times are measured anew */
+    if (!isfinite(l->agreement)) l->agreement = 0, l->estimates = 0;
+    l->limit = l->mean_batch = l->mean_weight = 0,
+    l->samples = l->pushes = l->interval = 0; /* times are measured anew */
     return PYPS_OK;
 }
 
@@ -213,7 +220,7 @@ static int check_params(const pyps_policy_params *params) {
     if (!rc && params->late == PYPS_WEIGH) rc = policy_check_number("abort", params->abort, 0, 0);
     if (!rc && params->late == PYPS_WEIGH && params->threshold == PYPS_FIXED)
         rc = policy_check_number("bound", params->bound, 1, UINT32_MAX);
-    if (!rc && params->threshold == PYPS_MEASURED) rc = policy_check_number("noise", params->noise, 0, 1e9);
+    if (!rc && params->threshold == PYPS_MEASURED) rc = policy_check_number("noise", params->noise, -1, 1e9);
     if (rc || params->threshold != PYPS_QUANTILE) return rc;
     return policy_check_number("quantile", params->quantile, 0.01, 0.999);
 }
@@ -221,6 +228,7 @@ static int check_params(const pyps_policy_params *params) {
 const struct policy policy_saps = {.name = "saps",
                                    .starts_at_once = true,
                                    .needs_grad_norm = fits_noise,
+                                   .needs_sketch = saps_measures_noise,
                                    .check_params = check_params,
                                    .on_start = on_start,
                                    .on_pull = on_pull,

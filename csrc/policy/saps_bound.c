@@ -7,6 +7,14 @@
  *
  *     s = ceil(ROOM * T_m * rho_m)
  *
+ * Where x is measured (saps_noise.c), that is s for x = USUAL, and the bound is s or x, the greater one: near the noise
+ * floor late gradients are worth as much as others (Ringmaster's threshold too is the noise over the signal).
+ *
+ * Late gradients weigh less, so all are divided by the mean weight that the times predict, and the learning rate means
+ * what it does where none is late. Worker i pushes 1 / T_i gradients a second, T_i * rho - 1 steps late, so that is
+ *
+ *     sum of 1 / T_i * min(1, s / (T_i * rho - 1)) over rho
+ *
  * Gradients count in planned batches of mean size, and a worker with d steps under way as d. T_i is a moving
  * average over pushes, refused ones included, and never less than the time that the current claim has taken.
  */
@@ -17,6 +25,8 @@
 
 #define WINDOW   32   /* pushes over which a worker's time is averaged */
 #define ROOM     1.5  /* times the delay of the slowest worker that the bound is made for */
+#define USUAL    4    /* x that the bound is made for */
+#define UNKNOWN  3    /* times what it has taken so far, a first claim is expected to take */
 #define ROUNDING 1e-9 /* within which numbers are equal, so that workers of the same speed count together */
 
 void saps_time_claim(struct view *v, const struct event *e, uint32_t samples) {
@@ -86,21 +96,48 @@ static uint32_t find_times(struct view *v, uint64_t now) {
     return count;
 }
 
+/* Seconds between a worker's pull and its push. */
+static double delay(const struct view *v, const struct rank *rank) {
+    return (1.0 + view_member(v, rank->slot_plus_1 - 1)->wants_ahead) * saps_rank(rank)->claim_seconds;
+}
+
+double saps_weight(double staleness, double limit) { return staleness > limit ? limit / staleness : 1; }
+
+/* How much longer than `claim_seconds` a worker's claims may take: of its first one only the time so far is known. */
+static double longer(const struct rank *rank) { return saps_rank(rank)->cycles ? 1 : UNKNOWN; }
+
+static double rate(const struct view *v, const struct rank *rank) {
+    return rank->total.batch / saps_limit(v)->mean_batch / saps_rank(rank)->claim_seconds / longer(rank);
+}
+
+static double mean_weight(const struct view *v, uint32_t count) {
+    double sum = 0, rho = 0;
+    for (uint32_t place = 0; place < count; place++) rho += rate(v, at_place(v, place));
+    for (uint32_t place = 0; place < count; place++) {
+        const struct rank *rank = at_place(v, place);
+        double own = rank->total.batch / saps_limit(v)->mean_batch;
+        double late = delay(v, rank) * longer(rank) * rho - own;
+        sum += rate(v, rank) * saps_weight(late, saps_limit(v)->limit);
+    }
+    return sum / rho;
+}
+
 void saps_set_bound(struct view *v, uint64_t now) {
     struct staleness_limit *l = saps_limit(v);
     uint32_t count = find_times(v, now);
-    double late = v->policy_params.noise, rho = 0, longest = 0, least = INFINITY;
+    bool measures = saps_measures_noise(&v->policy_params);
+    double late = measures ? USUAL : saps_noise(v), rho = 0, longest = 0, least = INFINITY;
     sort_by_speed(v, count);
     for (uint32_t place = 0; place < count; place++) {
         const struct rank *rank = at_place(v, place);
         double seconds = saps_rank(rank)->claim_seconds;
         double batch = rank->total.batch / l->mean_batch;
-        double depth = 1.0 + view_member(v, rank->slot_plus_1 - 1)->wants_ahead;
-        double delay = depth * seconds;
-        if (delay > longest) longest = delay;
-        late += depth * batch, rho += batch / seconds;
+        if (delay(v, rank) > longest) longest = delay(v, rank);
+        late += delay(v, rank) / seconds * batch, rho += batch / seconds;
         if (late > rho * least * (1 + ROUNDING)) continue;
         least = late / rho;
         l->limit = ceil(ROOM * longest * rho * (1 - ROUNDING));
     }
+    if (measures) l->limit = fmax(l->limit, saps_noise(v));
+    l->mean_weight = mean_weight(v, count);
 }

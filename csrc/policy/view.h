@@ -27,9 +27,11 @@
 #include "pyps.h"
 
 #define MAX_STAGING_BUFFERS 8u
-#define RESIDUALS_A_SLOT    4u /* see store/encoded.c */
-#define RANK_WORDS          6u /* of a rank, that a policy may use as it likes */
-#define TRY_AGAIN           1  /* not an error: what was read has changed meanwhile */
+#define RESIDUALS_A_SLOT    4u  /* see store/encoded.c */
+#define SKETCH              32u /* numbers that a gradient is reduced to: see sketch.c */
+#define SHARED_WORDS        33u /* of the store, that a policy may use as it likes and no state has */
+#define RANK_WORDS          39u /* of a rank, the same */
+#define TRY_AGAIN           1   /* not an error: what was read has changed meanwhile */
 
 /* Events of virtual time have their public numbers. */
 enum event_kind {
@@ -70,6 +72,8 @@ struct event {
     uint64_t base_version;              /* push: 1 + the version computed on; 0: what was pulled last */
     uint64_t compute_nanoseconds;       /* push: from the claim to the ready gradient */
     double grad_norm_squared;           /* push: of the gradient; 0: not known */
+    uint32_t sketched, reserved;        /* push: 1: `sketch` is of the gradient */
+    float sketch[SKETCH];               /* push */
     uint32_t done, next;                /* check: samples computed, and to come; max_samples: next */
     uint64_t waited;                    /* tick; push, for its turn: nanoseconds */
     uint64_t snapshot;                  /* end, cancel */
@@ -216,9 +220,13 @@ struct view {
     uint64_t snapshot_since; /* when it began */
     uint32_t snapshot_slot, snapshot_active;
     uint64_t shared_state[PYPS_STATE_WORDS]; /* the policy's own */
+    uint64_t shared_own[SHARED_WORDS];       /* the policy's own, which begins anew with each store */
     uint32_t event_kind, event_slot;
     uint64_t event_id;
 };
+
+/* sketch.c: adds `count` values of a gradient to its sketch. first: their number in the gradient, a multiple of SKETCH */
+void sketch_add(float *sketch, const float *values, uint64_t first, uint64_t count);
 
 /* view_parts.c */
 size_t view_bytes(uint32_t participants, uint32_t staging_buffers); /* room for a view */

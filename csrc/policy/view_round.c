@@ -84,16 +84,19 @@ static void measure_lag(struct view *v, struct rank *rank, uint64_t staleness) {
     double lag =
         then->number == base ? v->steps - (then->before + (double)then->part) : (double)staleness / others;
     if (rank->lags < UINT32_MAX) rank->lags++;
-    policy_average(&rank->lag, lag, rank->lags, LAG_WINDOW);
+    bool rounds = policy_find(v->policy)->waits_for_round; /* in which a pipeline makes it the same */
+    policy_average(&rank->lag, lag, rank->lags, rounds ? 1 : LAG_WINDOW);
 }
 
 double view_lookahead(const struct view *v, uint32_t slot) {
     const struct member *m = view_member(v, slot);
     const pyps_policy_params *params = &v->policy_params;
+    const struct policy *policy = policy_find(v->policy);
     if (m->rank < 0 || params->plain_pulls || params->scaling == PYPS_SCALE_NONE ||
-        policy_find(v->policy)->waits_for_round)
+        (policy->waits_for_round && !policy->overlaps_rounds))
         return 0;
     const struct rank *rank = view_rank(v, (uint32_t)m->rank);
+    if (rank->lags && rank->lags <= m->ahead) return m->ahead; /* none of its gradients was as late yet */
     return rank->lags ? rank->lag
                       : 1 - (double)share_of(v, rank->total.batch); /* each of the others pushes once */
 }

@@ -129,7 +129,8 @@ static struct chunk_step chunk_step(const pyps_store *s, uint32_t chunk, uint32_
     c.constants = kernels_constants(s->geometry.optimizer, &next->hyper, scale, next->before + ticket->before,
                                     ticket->part);
     if (c.streams)
-        c.constants.ahead = kernels_ahead(s->geometry.optimizer, &next->hyper, next->steps, s->lookahead);
+        c.constants.ahead = kernels_ahead(s->geometry.optimizer, &next->hyper, next->steps, s->lookahead,
+                                          s->policy->waits_for_round);
     if (s->own.ticket != ticket->number) c.constants.ahead.direct = 0;
     return c;
 }
@@ -215,7 +216,8 @@ static int apply(pyps_store *s, uint32_t chunk, uint64_t number) {
 int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
     uint32_t retries = 0;
     for (;;) {
-        uint64_t have = word_version(load_acquire(&s->words[chunk]));
+        uint64_t have =
+            word_version(load_seq(&s->words[chunk])); /* W1 of the buffer that its ticket stages */
         if (have >= version) return PYPS_OK;
         int rc = apply(s, chunk, have + 1);
         if (rc < 0) return rc;

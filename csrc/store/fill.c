@@ -4,6 +4,8 @@
 
 #include "store/store.h"
 
+#define SKETCHED (32u * BLOCK) /* values, of which a sketch is made */
+
 static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->codec >= CODECS)
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
@@ -84,6 +86,25 @@ static int finish_fill(pyps_store *s, const pyps_push_args *a) {
     return finite_check(s, staging_data(s, s->slot, a->staging), (uint32_t)first, NULL);
 }
 
+/* Of the gradient as it will be applied, in blocks that are spread over all of it: at most SKETCHED values. */
+static void sketch(const pyps_store *s, const pyps_push_args *a, struct event *e) {
+    uint32_t codec = staging_codec(s, s->slot, a->staging), size = s->geometry.chunk_params;
+    uint32_t length = size < BLOCK ? size : BLOCK, in_chunk = size / length;
+    uint64_t all = s->trained / length, step = all > SKETCHED / BLOCK ? all * BLOCK / SKETCHED : 1;
+    for (uint64_t i = 0; i < all; i += step) {
+        uint32_t chunk = (uint32_t)(i / in_chunk), from = (uint32_t)(i % in_chunk) * length;
+        uint32_t used = s->chunks[chunk].length, count = used < from + length ? used - from : length;
+        uint64_t at = (uint64_t)chunk * size + from;
+        float block[BLOCK];
+        if (used > from)
+            sketch_add(e->sketch, staging_gradient(s, s->slot, a->staging, codec, at, count, block), at,
+                       count);
+    }
+    float scale = staging_header(s, s->slot, a->staging)->scale;
+    for (uint32_t i = 0; i < SKETCH; i++) e->sketch[i] *= scale;
+    e->sketched = 1;
+}
+
 static uint32_t form(const pyps_push_args *a) {
     if (a->codec != PYPS_F32 || a->nonfinite == PYPS_NONFINITE_ERROR) return a->codec;
     return a->nonfinite == PYPS_NONFINITE_ZERO ? STAGED_ZERO : STAGED_SKIP;
@@ -102,5 +123,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     if (header->compensation > 0 && (rc = fill_base_params(s, a))) return rc;
     if (a->codec != PYPS_F32) rc = fill_codes(s, a, e, out);
     else rc = a->ranges ? fill_ranges(s, a) : fill_floats(s, a);
-    return rc ? rc : finish_fill(s, a);
+    if (rc || (rc = finish_fill(s, a))) return rc;
+    if (s->looks_at_gradients && !a->ranges) sketch(s, a, e);
+    return PYPS_OK;
 }

@@ -48,6 +48,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->common_buffers = g->chunks + g->snapshot_spares;
     l->buffer_count = l->common_buffers + SPARES_A_SLOT * g->max_participants;
     l->view_count = 2 * g->max_participants + 2;
+    l->views_allocated = l->view_count < VIEWS_ALLOCATED ? l->view_count : VIEWS_ALLOCATED;
     if (l->buffer_count > WORD_BUFFER_MASK)
         return fail(PYPS_EINVAL, "chunks: found %u; too many for 24-bit buffer indices", g->chunks);
 

@@ -100,6 +100,10 @@ struct staging_header {
     pyps_hyper hyper[];
 };
 
+#ifndef VIEWS_ALLOCATED
+#define VIEWS_ALLOCATED 34u /* two, and two for each of sixteen participants in an event at one time */
+#endif
+
 struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
@@ -107,6 +111,7 @@ struct layout {
         staging_codes, staging_base_params, staging_ranges, residual_stride;
     uint64_t most_ranges;                                      /* of a gradient */
     uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
+    uint32_t views_allocated;                                  /* from the start */
 };
 
 /* PYPS_OK, or PYPS_EINVAL with the field that is out of range. */

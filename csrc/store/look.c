@@ -69,7 +69,8 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
     unsigned optimizer = s->geometry.optimizer;
     if (!(s->lookahead > 0) || s->chunks[chunk].averaged) return false;
     *l = (struct look){.length = s->chunks[chunk].length};
-    l->ahead = kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead);
+    l->ahead =
+        kernels_ahead(optimizer, &header->hyper, header->steps, s->lookahead, s->policy->waits_for_round);
     for (uint32_t vector = 1; vector <= s->layout.states; vector++)
         l->from[vector] = buffer_floats(s, buffer, vector);
     return l->ahead.carried > 0;

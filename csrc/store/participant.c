@@ -185,7 +185,13 @@ static int find_slot(pyps_store *s, enum purpose purpose, int rank) {
         wait_on_word(&s->header->progress, load32_acquire(&s->header->progress), READER_SLICE_NANOSECONDS);
         rc = try_slots(s, purpose, rank);
     }
-    if (rc != PYPS_EFULL && rc != PYPS_EBUSY) return rc;
+    if (rc == PYPS_EBUSY)
+        return fail(
+            PYPS_EFULL,
+            "max_participants: of %u slots the free ones hold gradients that wait for their round; join "
+            "again when it has closed",
+            s->geometry.max_participants);
+    if (rc != PYPS_EFULL) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }
 

@@ -52,6 +52,7 @@ static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct g
     if (rc) return rc;
     s->policy = policy_find(g->policy);
     if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &s->needs))) return rc;
+    s->looks_at_gradients = s->policy->needs_sketch && s->policy->needs_sketch(&g->policy_params);
     s->tensors = malloc(g->tensors * sizeof *s->tensors);
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
     s->streamed = calloc(g->chunks, sizeof *s->streamed);
@@ -138,11 +139,14 @@ static int write_segment(pyps_store *s, const pyps_config *config, const pyps_st
 static int build(pyps_store *s, const pyps_config *config, const pyps_state *state, const char *path,
                  const pyps_tensor *tensors, const struct group *groups) {
     char unnamed[64];
-    uint64_t fixed = s->layout.buffers + s->layout.common_buffers * s->layout.buffer_stride;
+    const struct layout *l = &s->layout;
+    uint64_t views = l->views + l->views_allocated * l->view_stride;
     int rc;
     if (ftruncate(s->fd, (off_t)s->layout.bytes)) return map_failed("sizing the segment");
     if ((rc = map_segment(s, tensors, groups)) || (rc = mapping_spread(s, s->layout.staging)) ||
-        (rc = segment_allocate(s, 0, fixed)) || (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
+        (rc = segment_allocate(s, 0, views)) ||
+        (rc = segment_allocate(s, l->buffers, l->common_buffers * l->buffer_stride)) ||
+        (rc = segment_lock_byte(s->fd, F_RDLCK, ATTACHED_BYTE)) ||
         (rc = write_segment(s, config, state, tensors, groups)))
         return rc;
     snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", s->fd);

@@ -92,8 +92,9 @@ struct pyps_store {
     struct view *expected; /* a view with the right sizes and policy */
     const struct policy *policy;
     pyps_policy_needs needs;
-    pyps_tensor *tensors; /* [geometry.tensors] as checked at attach */
-    char *path;           /* of the name under which it was created or opened */
+    bool looks_at_gradients; /* its policy does: pushes are sketched */
+    pyps_tensor *tensors;    /* [geometry.tensors] as checked at attach */
+    char *path;              /* of the name under which it was created or opened */
 
     struct header *header; /* into the segment */
     struct slot *slots;
@@ -112,7 +113,7 @@ struct pyps_store {
     int role, rank;
     uint32_t private_view, private_buffer;        /* held by this handle, or NONE */
     uint32_t free_cache[4];                       /* buffers displaced here a short time ago, or NONE */
-    uint32_t scan, view_scan;                     /* where the next search for a free one starts */
+    uint32_t scan;                                /* where the next search for a free spare starts */
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
     bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */

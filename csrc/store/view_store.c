@@ -121,11 +121,17 @@ void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
     FAILPOINT("wait.slept");
 }
 
-/* Into s->private_view. */
+/* A buffer gets its memory when it is first needed: the most are for participants that stop at the worst moment. */
+static int view_buffer_allocate(pyps_store *s, uint32_t buffer) {
+    if (buffer < s->layout.views_allocated) return PYPS_OK;
+    return segment_allocate(s, s->layout.views + buffer * s->layout.view_stride, s->layout.view_stride);
+}
+
+/* Into s->private_view: the lowest that is free, which was used last and so lies in cache. */
 static int view_buffer_claim(pyps_store *s) {
     if (s->private_view != NONE) return PYPS_OK;
     for (uint32_t i = 0; i < VIEW_SCANS * s->layout.view_count; i++) {
-        uint32_t buffer = (s->view_scan + i) % s->layout.view_count;
+        uint32_t buffer = i % s->layout.view_count;
         uint64_t owner = load_acquire(&s->view_owners[buffer]);
         if (owner_holder(owner) != HOLDER_NONE) continue;
         if (word_buffer(load_seq(&s->header->view)) == buffer) continue; /* W1 */
@@ -134,8 +140,12 @@ static int view_buffer_claim(pyps_store *s) {
         if (!cas_seq(&s->view_owners[buffer], owner,
                      owner_make(owner_generation(owner) + 1, holder_of(s), 0)))
             continue;
+        int rc = view_buffer_allocate(s, buffer);
+        if (rc) {
+            owner_release(&s->view_owners[buffer], holder_of(s));
+            return rc;
+        }
         s->private_view = buffer;
-        s->view_scan = buffer + 1;
         return PYPS_OK;
     }
     return fail(PYPS_EFULL, "no free view buffer among %u; the segment may be damaged", s->layout.view_count);

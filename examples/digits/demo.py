@@ -1,23 +1,26 @@
 """All of pyps on one machine: profile four unequal devices, plan, and train on them in three ways.
 
 The devices are emulated: each lasts as long as its own profile says, on a CPU thread that is faster. What
-they compute, the store, and the accuracies are real. Everything is written to demo-out/. Exits 1 if a bar is
-missed.
+they compute, the store, and the accuracies are real. Everything is written to demo-out/. Exits 1 if samples
+or accuracy are not as promised. On a busy machine times may miss what is expected: then it says how busy.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import data
 import numpy as np
 import picture
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -90,12 +93,32 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """A bar: what was measured, and what it has to be."""
+    """What was measured, and what was expected. timed: other programs on this machine can change it."""
 
     what: str
     found: float
-    bar: str
+    expected: str
     passed: bool
+    timed: bool = True
+
+
+class Load:
+    """How many cores programs other than the demo's have used since this was made."""
+
+    def __init__(self) -> None:
+        self.began, self.busy, self.own = time.monotonic(), self._busy(), self._own()
+
+    def others(self) -> float:
+        seconds = time.monotonic() - self.began
+        return max(0.0, self._busy() - self.busy - (self._own() - self.own)) / seconds
+
+    def _busy(self) -> float:
+        times = psutil.cpu_times()
+        return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+
+    def _own(self) -> float:
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
 
 
 def main() -> int:
@@ -107,18 +130,20 @@ def main() -> int:
     profile_devices(base)
     pyps("pyps-plan", OUT / "cluster.toml", "-o", OUT / "plan.json")
     plan = read_plan(OUT / "plan.json")
+    load = Load()
     results = [train(way) for way in WAYS]
-    checks = check(results)
+    others, checks = load.others(), check(results)
     result = Console(highlight=False, record=True, width=None if sys.stdout.isatty() else 110)
     result.print(table(results))
     for item in checks:
-        result.print(
-            f"{'ok    ' if item.passed else 'MISSED'} {item.what}: {item.found:.3g} (bar: {item.bar})"
-        )
+        mark = "ok    " if item.passed else "missed" if item.timed else "WRONG "
+        result.print(f"{mark} {item.what}: {item.found:.3g} (expected: {item.expected})")
+    if not all(item.passed for item in checks if item.timed):
+        result.print(f"Other programs used {others:.1f} of this machine's {os.cpu_count()} cores meanwhile.")
     (OUT / "report.txt").write_text(result.export_text())
     write(plan, results, checks)
     print(f"wrote plan.json, report.json, report.png and trace.json in {OUT}/")
-    return 0 if all(item.passed for item in checks) else 1
+    return 0 if all(item.passed or item.timed for item in checks) else 1
 
 
 def base_slowdown() -> float:
@@ -209,7 +234,7 @@ def check(results: list[Result]) -> list[Check]:
     return [
         Check(speedup_what, speedup, f">= {LEAST_SPEEDUP}", speedup >= LEAST_SPEEDUP),
         Check(error_what, error, f"<= {MOST_ERROR}", error <= MOST_ERROR),
-        Check(images_what, images, f"<= {MOST_IMAGES}", images <= MOST_IMAGES and same_samples),
+        Check(images_what, images, f"<= {MOST_IMAGES}", images <= MOST_IMAGES and same_samples, timed=False),
     ]
 
 

@@ -31,6 +31,7 @@ from pyps.checkpoint.tensors import (
     verify_file,
     write_error,
     write_tensors,
+    write_whole,
 )
 from pyps.errors import InputError
 from pyps.formats.checkpoint import CHECKPOINT_SCHEMA, Checkpoint, TensorFile, check_signature, signed
@@ -189,8 +190,9 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises InputError if there is none.
     """
-    if (path / MANIFEST).exists() or NAME.fullmatch(path.resolve().name):
-        return path.resolve()
+    real = Path(os.path.realpath(path))
+    if (path / MANIFEST).exists() or NAME.fullmatch(real.name):
+        return real
     if (found := newest_checkpoint(path)) is not None:
         return found
     kind = "no checkpoint" if path.is_dir() else "no folder"
@@ -203,8 +205,8 @@ def newest_checkpoint(path: Path) -> Path | None:
     It is the one of the highest version, unless a run has gone back to an earlier one.
     """
     found = checkpoints(path / FOLDER) or checkpoints(path)
-    written = [one for one in found if one.name == (one.parent / LATEST).resolve().name] or found
-    return written[-1] if written else None
+    written = [one for one in found if os.path.realpath(one.parent / LATEST) == os.path.realpath(one)]
+    return [None, *found, *written][-1]
 
 
 def read_manifest(folder: Path) -> Checkpoint:
@@ -251,3 +253,30 @@ def offering_previous(folder: Path) -> Iterator[None]:
             raise
         expected = f"{error.expected}; the checkpoint before is {older[-1]}"
         raise InputError(error.where, error.field, error.found, expected) from None
+
+
+def write_weights(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Write a model's tensors by name as one file, which any library reads (safetensors).
+
+    Returns the checkpoint that they are of, and how many there are.
+    source: a checkpoint, or a folder of which the newest is taken; of pyps.checkpoint.state or of
+    pyps.torch.save. Raises InputError for a damaged file, and where `out` cannot be written.
+    """
+    path = find_checkpoint(Path(source))
+    checkpoint, files = read_folder(path)
+    tensors = {name: values for file in files.values() for name, values in file.items()}
+    try:
+        names = _model_names(checkpoint.state)
+        weights = {name: tensors[stored].reshape(shape) for name, (stored, shape) in names.items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(str(path / MANIFEST), "state", repr(error), "a model's tensors") from None
+    written: dict[str, NDArray[Any]] = weights
+    write_whole(Path(out), written, {"pyps.version": str(checkpoint.version)})
+    return path, len(weights)
+
+
+def _model_names(state: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
+    """By name in the model: the name on file, and the shape. Checkpoints of DDP keep more than the model."""
+    if "common" in state:
+        return {name: (t["name"], t["shape"]) for name, t in state["common"]["model"].items()}
+    return {tensor["name"]: (tensor["name"], tensor["shape"]) for tensor in state["tensors"]}

@@ -28,7 +28,7 @@ from pyps.checkpoint.tensors import Tensors
 from pyps.errors import InputError
 from pyps.formats import Plan
 from pyps.formats.checkpoint import Checkpoint, TensorFile
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt
 from pyps.native.state import VECTORS, StateHeader, StoreState
 
 BUFFERS, OPTIMIZER, RESIDUALS = "buffers.safetensors", "optimizer.safetensors", "residuals.safetensors"
@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         for vector in VECTORS[header.optimizer]
     }
     left = files.get(RESIDUALS, {})
-    ranks = sorted({int(name.partition(".")[0]) for name in left})
+    ranks = sorted({int(rank) for name in left if (rank := name.partition(".")[0]).isdecimal()})
     residuals = {
         rank: {t.name: _tensor(folder, left, f"{rank}.{t.name}", t.shape) for t in trained} for rank in ranks
     }

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pyps.errors import InputError
 from pyps.formats.checkpoint import TensorFile
+from pyps.formats.files import open_plain
 
 Tensors = Mapping[str, NDArray[Any]]
 RESERVED = "__metadata__"  # the file's own, in place of a tensor's name
@@ -73,6 +74,7 @@ def write_error(path: Path, error: Exception, needed: int) -> InputError:
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a file. Raises InputError if it is missing or no such file."""
+    open_plain(path, "a file of tensors (safetensors)").close()
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -83,7 +85,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
 def verify_file(path: Path, expected: TensorFile) -> None:
     """Raises InputError if a file is missing, or is not the one that was written."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path, "a file of the checkpoint") as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.bytes:
                 wanted = f"{expected.bytes}, as checkpoint.json says: the file is not whole"

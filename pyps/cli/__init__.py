@@ -7,16 +7,18 @@ module, which is imported only when it is called: planning needs no torch, listi
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import io
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import typer
+from pyps.errors import PypsError, shown
 
-from pyps.errors import PypsError
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = {
     "profile": "Measure a device: time a model's training steps and fit T(b), the time of a batch of b.",
@@ -37,7 +39,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and arguments[0] in COMMANDS:
         call_command(arguments[0], f"pyps {arguments[0]}", arguments[1:])
-    _invoke(_overview(), "pyps", arguments)
+    with _quietly_interrupted():
+        app = _overview()
+    _invoke(app, "pyps", arguments)
 
 
 def main_plan() -> None:
@@ -56,24 +60,39 @@ def call_command(name: str, program: str, arguments: Sequence[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows another one
     try:
-        app: typer.Typer = importlib.import_module(f"pyps.cli.{name}").app
+        with _quietly_interrupted():
+            app: typer.Typer = importlib.import_module(f"pyps.cli.{name}").app
         _invoke(app, program, arguments)
     except PypsError as error:
         if "--json" in arguments:
             print(json.dumps({"error": described(error)}))
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"{program}: {note}", file=sys.stderr)
+        _complain(program, str(error), *getattr(error, "__notes__", ()))
         sys.exit(error.exit_code)
     except UnicodeError as error:  # an argument that is no text in this locale
-        print(
-            f"{program}: found {error.reason if hasattr(error, 'reason') else error}; expected text",
-            file=sys.stderr,
-        )
+        _complain(program, f"found {getattr(error, 'reason', error)}; expected text")
         sys.exit(PypsError.exit_code)
     except OSError as error:  # from outside the program: a full disk, a closed terminal
-        print(f"{program}: {error}", file=sys.stderr)
+        _complain(program, str(error))
         sys.exit(PypsError.exit_code)
+
+
+@contextmanager
+def _quietly_interrupted() -> Iterator[None]:
+    """Ctrl-C ends the process as a signal does: modules that are imported turn its exception into theirs."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if usual is signal.default_int_handler:
+            signal.signal(signal.SIGINT, usual)
+
+
+def _complain(program: str, *messages: str) -> None:
+    """Print errors on stderr, each in a line."""
+    for message in messages:
+        print(shown(f"{program}: {' '.join(message.split())}"), file=sys.stderr)
 
 
 def _invoke(app: typer.Typer, program: str, arguments: Sequence[str]) -> None:
@@ -81,6 +100,8 @@ def _invoke(app: typer.Typer, program: str, arguments: Sequence[str]) -> None:
 
     typer's errors have no public base class: they are known by their `format_message`.
     """
+    import typer
+
     if "--json" not in arguments:
         app(args=arguments, prog_name=program)
     try:
@@ -93,7 +114,7 @@ def _invoke(app: typer.Typer, program: str, arguments: Sequence[str]) -> None:
         code = getattr(error, "exit_code", PypsError.exit_code)
         found = {"kind": "UsageError", "exit_code": code, "message": " ".join(message().split())}
         print(json.dumps({"error": found}))
-        print(f"{program}: {found['message']}", file=sys.stderr)
+        _complain(program, str(found["message"]))
     sys.exit(code or 0)
 
 
@@ -108,24 +129,25 @@ def described(error: PypsError) -> dict[str, str | int]:
 
 def _overview() -> typer.Typer:
     """The command without a known subcommand: help, and the error of an unknown one."""
+    import typer
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(importlib.import_module("importlib.metadata").version("pyps-train"))
+            raise typer.Exit
+
+    printed = typer.Option(
+        False, "--version", help="Print the version.", is_eager=True, callback=print_version
+    )
     app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train on devices of unequal speed.")
-    app.callback()(_options)
+
+    def options(version: bool = printed) -> None:
+        """Train on devices of unequal speed."""
+
+    app.callback()(options)
     for name, text in COMMANDS.items():
         app.command(name, help=text)(_caller(name))
     return app
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(importlib.metadata.version("pyps-train"))
-        raise typer.Exit
-
-
-VERSION = typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
-
-
-def _options(version: Annotated[bool, VERSION] = False) -> None:
-    """Train on devices of unequal speed."""
 
 
 def _caller(name: str) -> Callable[[], None]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from pyps.checkpoint.export import write_weights
+from pyps.checkpoint.folder import write_weights
 from pyps.cli.outputs import check_writable
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 
 app = typer.Typer(add_completion=False)
@@ -27,4 +28,4 @@ def export_command(
         raise InputError(str(out), "", "a file", "a new name, or --overwrite")
     check_writable("FILE", out)
     path, tensors = write_weights(source, out)
-    print(f"{out}: {tensors} tensors of {path}")
+    say(f"{out}: {tensors} tensors of {path}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the c
 @app.command("add")
 def add_client(name: NameArgument, keys: Folder = Path("keys")) -> None:
     """Admit a client: write DIR/NAME.key, to be moved to its host. Makes missing server's keys."""
-    typer.echo(f"admitted {name}: move {_open(keys).add(name)} to its host")
+    say(f"admitted {name}: move {_open(keys).add(name)} to its host")
 
 
 @app.command("revoke")
 def revoke_client(name: NameArgument, keys: Folder = Path("keys")) -> None:
     """Admit a client no more. A server that runs ends its sessions at once."""
     _open_existing(keys).revoke(name)
-    typer.echo(f"revoked {name}")
+    say(f"revoked {name}")
 
 
 @app.command("ls")
@@ -39,10 +40,10 @@ def list_clients(
     """List the admitted clients with their public keys."""
     clients = _open_existing(keys).keys.clients
     if as_json:
-        typer.echo(msgspec.json.encode({"clients": clients}).decode())
+        say(msgspec.json.encode({"clients": clients}).decode())
         return
     for name in sorted(clients):
-        typer.echo(f"{name}  {clients[name]}")
+        say(f"{name}  {clients[name]}")
 
 
 def _open(folder: Path) -> KeyFolder:

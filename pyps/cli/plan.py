@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from pyps.cli.options import with_options
 from pyps.cli.outputs import check_writable, inputs_of, not_an_input
 from pyps.cli.plan_mode import names_file, pace_of, with_mode
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
@@ -30,11 +31,10 @@ from pyps.formats import (
 )
 from pyps.profiler.select import fit_of
 from pyps.solver.auto_batch import best_global_batch
-from pyps.solver.constrained import ConstrainedProblem, Limit
+from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
 from pyps.solver.plan import (
     at_quantile,
     each_rank,
-    even_split,
     factors_of,
     plan_ranks,
     planning_problem,
@@ -89,48 +89,55 @@ class _Planned:
         return [seconds for seconds, rank in pairs for _ in range(rank.group.ranks_each)]
 
 
+PlanOutput = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Plan to write, as plan.json.", show_default=False)
+]
+Checked = Annotated[bool, typer.Option("--check", help="Solve again with HiGHS and confirm the optimum.")]
+GlobalBatchText = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto", help="Global batch instead of the file's; auto: the one of highest goodput."
+    ),
+]
+PlannedQuantile = Annotated[
+    float | None,
+    typer.Option(metavar="Q", help="Plan for this quantile of the time of an iteration, as 0.95."),
+]
+TargetSamples = Annotated[
+    float | None,
+    typer.Option(metavar="N", help="Say how long N samples (or tokens) take, and their price."),
+]
+Explained = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Explain which workers and bounds determine the time. share: how much of it, from 0 to 1; "
+        "saved by room: what a bound that is looser by one sample saves.",
+    ),
+]
+TimelineFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw an iteration to FILE, PNG or SVG.")
+]
+RingFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw R2SP's turns to FILE, PNG or SVG.")]
+CurvesFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Draw each profile and its planned batches into FOLDER."),
+]
+
+
 @app.command("plan", cls=_Plan)
 @with_options(RunTable, unset="")
 def plan_command(
     cluster: ClusterFile,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Plan to write, as plan.json.", show_default=False)
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Solve again with HiGHS and confirm the optimum.")
-    ] = False,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto", help="Global batch instead of the file's; auto: the one of highest goodput."
-        ),
-    ] = None,
-    quantile: Annotated[
-        float | None,
-        typer.Option(metavar="Q", help="Plan for this quantile of the time of an iteration, as 0.95."),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="Say how long N samples (or tokens) take, and their price."),
-    ] = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Explain which workers and bounds determine the time. share: how much of it, from 0 to 1; "
-            "saved by room: what a bound that is looser by one sample saves.",
-        ),
-    ] = False,
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw an iteration to FILE, PNG or SVG.")
-    ] = None,
-    ring: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw R2SP's turns to FILE, PNG or SVG.")
-    ] = None,
-    curves: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Draw each profile and its planned batches into FOLDER."),
-    ] = None,
+    output: PlanOutput = None,
+    check: Checked = False,
+    global_batch: GlobalBatchText = None,
+    quantile: PlannedQuantile = None,
+    target: TargetSamples = None,
+    explain: Explained = False,
+    timeline: TimelineFile = None,
+    ring: RingFile = None,
+    curves: CurvesFolder = None,
     as_json: JsonOnly = False,
     **given: Any,
 ) -> None:
@@ -167,7 +174,7 @@ def plan_command(
     notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
     _print(planned, explain, as_json)
     for line in notes:
-        typer.echo(line, err=as_json)
+        say(line, stderr=as_json)
 
 
 @app.command("what-if")
@@ -240,7 +247,7 @@ def pareto(
         from pyps.solver.report.plots import draw_pareto
 
         draw_pareto(points, picture)
-        typer.echo(f"wrote {picture}", err=True)
+        say(f"wrote {picture}", stderr=True)
     if as_json:
         rows = [
             {

@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pyps.cli.terminal import terminal
 from pyps.formats import Plan, PlanWorker, RunMode, Unit
 from pyps.formats.mode import CODEC_BITS
+from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
-from pyps.solver.plan import even_batches
 from pyps.solver.report.explain import Explanation
 from pyps.solver.report.whatif import PlanSummary
 
@@ -25,7 +25,7 @@ WORTH_SAYING = 0.98  # of the iteration: what another mode takes at most
 
 def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
     """Print the table of workers, then one line for each result of the plan."""
-    console = Console(markup=False)
+    console = terminal(highlight=True)
     console.print(_workers(plan, even_seconds))
     for line in _summary(plan):
         console.print(line, soft_wrap=True)
@@ -168,7 +168,7 @@ def show_explanation(found: Explanation, err: bool = False) -> None:
     if len(found.groups) > ROWS_AT_MOST:
         table.caption = f"(and {len(found.groups) - ROWS_AT_MOST} more rows)"
         table.caption_justify = "left"
-    console = Console(stderr=err, markup=False)
+    console = terminal(stderr=err, highlight=True)
     console.print(table)
     console.print(Text(found.verdict))
 
@@ -184,7 +184,7 @@ def show_change(before: PlanSummary, after: PlanSummary, sentence: str, unit: Un
     table.add_row("price/hour", _or_dash(before.price_per_hour), _or_dash(after.price_per_hour))
     million = before.price_per_million_samples, after.price_per_million_samples
     table.add_row(f"price/million {unit}", _or_dash(million[0]), _or_dash(million[1]))
-    console = Console(markup=False)
+    console = terminal(highlight=True)
     console.print(table)
     console.print(Text(sentence))
 
@@ -206,13 +206,13 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
         used = ", ".join(f"{name} x {count}" for name, count in counts.items())
         prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
         table.add_row(ms(point.solution.iteration_seconds), *prices, Text(used))
-    Console(markup=False).print(table)
+    terminal(highlight=True).print(table)
 
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner with a text on stderr if that is a terminal; yields a function that changes the text."""
-    console = Console(stderr=True, markup=False)
+    console = terminal(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
         return

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
 from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_profile
+from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import Profile, encode, write_json
+from pyps.profiler.budget import SECONDS
 from pyps.profiler.measure import MAX_STEP_SECONDS, REPEATS, profile_model
 from pyps.profiler.plot import matplotlib_present, plot_profile
 from pyps.profiler.points_csv import import_points
@@ -100,6 +101,9 @@ def measure(
     max_step_seconds: Annotated[
         float, typer.Option(help="Without --max-batch: the longest step to measure.")
     ] = MAX_STEP_SECONDS,
+    seconds: Annotated[
+        float, typer.Option(help="Time that a device may take; what does not fit is left out.")
+    ] = SECONDS,
     throttle: ThrottleFactor = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
@@ -131,6 +135,7 @@ def measure(
                 max_step_seconds=max_step_seconds,
                 options=options,
                 memory_budget=budget,
+                seconds=seconds,
                 notify=note,
                 progress=advance,
             )
@@ -254,37 +259,35 @@ def _output_files(
 
 
 @contextmanager
-def _progress(device: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(device: str) -> Iterator[Callable[[float, float], None]]:
     """Shows how far the timing is on stderr: a bar on a terminal, else lines; yields the update function."""
-    console = Console(stderr=True, markup=False)
+    console = terminal(stderr=True)
     if not console.is_terminal:
         yield progress_lines(device, note)
         return
-    columns = (TextColumn(f"timing {device}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(f"timing {device}"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("timing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("")
+        yield lambda gone, most: bar.update(task, completed=gone, total=most, description=_left(gone, most))
 
 
 def progress_lines(
     device: str, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-) -> Callable[[int, int], None]:
-    """An update function, called with (steps done, in all), that shows a line every LINE_SECONDS."""
-    show(f"timing {device}: looking for batch sizes")
-    began: float | None = None
-    shown = clock()
+) -> Callable[[float, float], None]:
+    """An update function, called with the seconds gone and at most, that shows a line every LINE_SECONDS."""
+    shown = -math.inf
 
-    def advance(done: int, total: int) -> None:
-        nonlocal began, shown
-        now = clock()
-        if began is None:
-            began, shown = now, -math.inf  # the first step has ended: how long the others take is known
-        elif now - shown >= LINE_SECONDS:
-            left = (now - began) * (total - done) / (done - 1)
-            show(f"timing {device}: {done} of {total} steps, {left:.0f} s left")
-            shown = now
+    def advance(gone: float, most: float) -> None:
+        nonlocal shown
+        if clock() - shown >= LINE_SECONDS:
+            shown = clock()
+            show(f"timing {device}: {gone:.0f} s, {_left(gone, most)}")
 
     return advance
+
+
+def _left(gone: float, most: float) -> str:
+    return f"at most {most - gone:.0f} s left"
 
 
 def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: bool) -> None:

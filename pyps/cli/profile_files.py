@@ -10,6 +10,7 @@ import typer
 
 from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_comparison, show_profile
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.formats import Memory, Profile, read_profile, write_json
 from pyps.profiler.fit import point_seconds
@@ -92,7 +93,7 @@ def link(
     check_writable("PROFILE", profile)
     found = probes.probe_store() if via == "store" else probes.probe_group(to)
     speed, latency = found.bytes_per_second / 1e9, found.latency_seconds * 1e6
-    print(f"{found.via}: {latency:.0f} us, then {speed:.2f} GB/s")
+    say(f"{found.via}: {latency:.0f} us, then {speed:.2f} GB/s")
     if profile and known:
         write_json(profile, msgspec.structs.replace(known, link=found))
         note(f"wrote {profile}")

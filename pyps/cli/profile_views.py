@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from pyps.cli.terminal import say, terminal
 from pyps.formats import Fit, Point, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.plot import describe_fit
@@ -34,14 +34,14 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
             f"{fitted * 1e3:.3f}",
             f"{fitted / median - 1:+.1%}",
         )
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     console.print(table)
     if any(point.parts for point in profile.points):
         console.print(_parts(profile))
     if bars:
         console.print(_plot(profile, fit))
     for line in verdict(fit, profile):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _spread(point: Point) -> float:
@@ -77,7 +77,7 @@ def _plot(profile: Profile, fit: Fit) -> Table:
 
 def note(text: str) -> None:
     """Print a line on stderr, apart from the output on stdout."""
-    Console(stderr=True, highlight=False, markup=False).print(text, markup=False, soft_wrap=True)
+    say(text, stderr=True)
 
 
 def title(profile: Profile) -> str:
@@ -97,7 +97,7 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     lines = [f"{describe_fit(fit)}   R2 {r2}   leave-one-out error {error}"]
     if fit.band:
         widest = max((high - low) / (high + low) for _, low, high in fit.band)
-        lines.append(f"90 % of refits to resampled steps lie within {widest:.1%} of the curve")
+        lines.append(f"90 % of batches between these are expected within {widest:.1%} of the curve")
     if (widest := max(map(_spread, profile.points))) > BUSY:
         lines.append(
             f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
@@ -129,9 +129,9 @@ def _misses(fit: Fit, profile: Profile) -> float:
 
 def show_comparison(first: Profile, second: Profile) -> None:
     """Print how much longer the second takes than the first, batch by batch; fitted where not measured."""
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     if first.model.name != second.model.name:
-        console.print(f"different models: {first.model.name} and {second.model.name}", markup=False)
+        console.print(f"different models: {first.model.name} and {second.model.name}")
     table = Table(title=f"{first.device.name} against {second.device.name}")
     for heading in ("batch", "first ms", "second ms", "second / first"):
         table.add_column(heading, justify="right")
@@ -149,7 +149,7 @@ def show_comparison(first: Profile, second: Profile) -> None:
         table.add_row(str(batch), *cells, f"{times[1] / times[0]:.2f} x")
     console.print(table)
     for name, profile, fit in zip(("first", "second"), (first, second), fits, strict=True):
-        console.print(f"{name}: {title(profile)}: {describe_fit(fit)}", markup=False, soft_wrap=True)
+        console.print(f"{name}: {title(profile)}: {describe_fit(fit)}", soft_wrap=True)
 
 
 def _bar(measured: float, fitted: float, low: float, high: float) -> str:

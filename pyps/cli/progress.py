@@ -7,13 +7,14 @@ Elsewhere stderr gets a line every few seconds. Workers' lines go to stdout and 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Self
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from pyps.cli.tracebacks import Tracebacks
+from pyps.cli.terminal import terminal
 from pyps.report.progress import RunProgress
 
 LINE_SECONDS = (5.0, 60.0, 30.0)  # between two lines: in the first minute, how long that is, later
@@ -32,8 +33,8 @@ class Screen:
     """
 
     def __init__(self, *, quiet_stdout: bool, errors: Console | None = None) -> None:
-        self._errors = errors or Console(stderr=True, highlight=False, markup=False)
-        self._lines = self._errors if quiet_stdout else Console(highlight=False, markup=False)
+        self._errors = errors or terminal(stderr=True)
+        self._lines = self._errors if quiet_stdout else terminal()
         self._area = _Area(self._errors) if self._errors.is_terminal else None
         if self._area is not None and self._lines.is_terminal:
             self._lines = self._errors  # one terminal, one writer
@@ -48,7 +49,7 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         for rank, text in self._tracebacks.rest():
-            self._hold(f"[{rank}] {text}")
+            self._hold(_line(rank, text))
         self._flush()
         if self._area is not None:
             self._area.clear()
@@ -56,14 +57,14 @@ class Screen:
     def line(self, rank: int, text: str, is_stderr: bool) -> None:
         """One line of a worker, after its rank."""
         if not is_stderr and self._lines is not self._errors:
-            self._lines.print(Text(f"[{rank}] {text}"), soft_wrap=True)
+            self._lines.print(_line(rank, text), soft_wrap=True)
             return
         for shown in self._tracebacks.feed(rank, text) if is_stderr else [text]:
-            self._hold(f"[{rank}] {shown}")
+            self._hold(_line(rank, shown))
 
     def notice(self, text: str) -> None:
         """A line of the launcher."""
-        self._hold(text)
+        self._hold(Text(text))
         self._flush()
 
     def progress(self, now: RunProgress) -> None:
@@ -85,9 +86,9 @@ class Screen:
             parts = [done(now), *figures(now), *([now.stalled] if now.stalled else [])]
             self._errors.print(Text(", ".join(parts)), soft_wrap=True)
 
-    def _hold(self, text: str) -> None:
+    def _hold(self, line: Text) -> None:
         """On a terminal lines are printed together, so that a worker that prints much does not flood it."""
-        self._held.append(Text(text))
+        self._held.append(line)
         if self._area is None or time.monotonic() >= self._flush_at or len(self._held) >= MOST_HELD_LINES:
             self._flush()
 
@@ -135,6 +136,11 @@ class _Area:
         if erase or lines or texts:
             self._console.file.write(erase + captured.get())
             self._console.file.flush()
+
+
+def _line(rank: int, text: str) -> Text:
+    """A worker's line; of its escape sequences, colours stay."""
+    return Text(f"[{rank}] ") + (Text.from_ansi(text) if "\x1b" in text else Text(text))
 
 
 def rows(now: RunProgress, width: int) -> list[Text]:
@@ -191,3 +197,42 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+BEGIN = "Traceback (most recent call last):"
+MOST_LINES = 500  # of a traceback that is held back
+
+
+class Tracebacks:
+    """Passes on what ranks print to stderr; a traceback is held back until it is complete."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[str]] = {}  # by rank
+        self._first: dict[str, int] = {}  # the rank that had an error first
+
+    def feed(self, rank: int, line: str) -> list[str]:
+        """The lines to show now that a rank has printed one more."""
+        held = self._held.get(rank)
+        if held is None:
+            if line != BEGIN:
+                return [line]
+            self._held[rank] = [line]
+            return []
+        held.append(line)
+        if len(held) < MOST_LINES and (line.startswith((" ", "\t")) or not line):
+            return []
+        del self._held[rank]
+        return self._complete(rank, held)
+
+    def _complete(self, rank: int, held: list[str]) -> list[str]:
+        error = held[-1]
+        if error not in self._first:
+            self._first[error] = rank
+            return held
+        return [f"{error} (as rank {self._first[error]} before)"]
+
+    def rest(self) -> Iterator[tuple[int, str]]:
+        """Each rank and line that is still held back."""
+        for rank, held in self._held.items():
+            yield from ((rank, line) for line in held)
+        self._held = {}

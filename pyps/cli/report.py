@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pyps.cli.outputs import check_writable
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.report.page import make_page
 from pyps.report.run_data import load_run
@@ -39,4 +40,4 @@ def report_command(
         raise InputError("--output", "", f"{path}: {error.strerror}", "a file to write") from None
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"wrote {path}")
+    say(f"wrote {path}")

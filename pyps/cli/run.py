@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pyps.cli.options import with_options
 from pyps.cli.progress import Screen
+from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import encode
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.metrics import SINKS
+from pyps.report.report import absences
 from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.options import options_from_json
-from pyps.run.resume import run_of
+from pyps.run.resume import is_own, run_of
 from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
@@ -53,6 +54,7 @@ def run_command(
     checkpoints, logs and step records. With --resume, what is not given is as it was in the resumed run.
     """
     resume: Path | None = given["resume"]
+    given_script = script
     options = _options(given, args, epochs)
     on_command_line = _given(ctx)
     if resume is not None:
@@ -64,6 +66,8 @@ def run_command(
         Screen(quiet_stdout=as_json) as screen,
         _explain_failure(misplaced),
     ):
+        if given_script is None:
+            screen.notice(f"starts {script}, as {run_of(resume or '')} says")
         if misplaced:
             screen.notice(f"after {script}, so for it and not for pyps run: {', '.join(misplaced)}")
         report = run(
@@ -126,6 +130,11 @@ def _resumed(
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
     changed = replace(saved, **{name: getattr(options, name) for name in names})
+    if script is None and not is_own(run_dir):
+        expected = (
+            "a run that only you may write to (chmod go-w), or the script: pyps run --resume RUN SCRIPT"
+        )
+        raise InputError(str(run_dir), "", "a run that others own or may write to", expected)
     return script or Path(read_setup(run_dir).script), changed
 
 
@@ -199,7 +208,7 @@ def _rank_list(text: str) -> list[int]:
 
 def show(report: Report) -> None:
     """The report as a table on stdout."""
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     emulated = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
     table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
@@ -219,7 +228,7 @@ def show(report: Report) -> None:
         table.padding = 0
     console.print(table)
     for line in summary(report):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -233,6 +242,7 @@ def summary(report: Report) -> Iterator[str]:
         yield from report.advice
         if report.global_batch and any(rank.steps for rank in report.ranks):
             yield "too short to time an iteration: this needs two global batches or more"
+        yield from absences(report)
         yield from (f"rebalanced: {why}" for why in report.replans)
         return
     lower, upper = times.lower_quartile * 1e3, times.upper_quartile * 1e3
@@ -241,6 +251,7 @@ def summary(report: Report) -> Iterator[str]:
         predicted = f"{report.predicted_iteration_seconds * 1e3:.1f} ms"
         line += f", {report.measured_over_predicted:.2f} times the predicted {predicted}"
     yield line
+    yield from absences(report)
     if report.turns is not None:
         yield _turns(report.turns)
     yield from (f"rebalanced: {why}" for why in report.replans)

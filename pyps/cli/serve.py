@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.remote.address import endpoint_parts, is_loopback
 
@@ -67,11 +68,11 @@ def serve_command(
         if insecure and bind is not None:
             near = is_loopback(endpoint_parts(bind)[0])
             peers = "every user of this machine" if near else "everyone on its network"
-            print(f"pyps serve: insecure: {peers} can read and change the store", file=sys.stderr)
+            say(f"pyps serve: insecure: {peers} can read and change the store", stderr=True)
         if as_json:
             sys.stdout.write(msgspec.json.encode({"address": server.address}).decode() + "\n")
         else:
-            print(f"serving {server.address}")
+            say(f"serving {server.address}")
         sys.stdout.flush()
         server.wait()
     sys.exit(f"pyps serve: the server ended by a fault of its own; the store {store} stays: serve it again")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pyps.cli.terminal import say, terminal
 from pyps.store.segments import Segment, collect_garbage, folder, segments
 
 app = typer.Typer(no_args_is_help=True, help="List and remove shared-memory segments.")
@@ -24,9 +24,9 @@ def list_segments(json: JsonLines = False) -> None:
     if json:
         _print_json({"folder": str(folder()), "segments": [_plain(s) for s in found]})
     elif not found:
-        typer.echo(f"no segments in {folder()}")
+        say(f"no segments in {folder()}")
     else:
-        Console(markup=False).print(_table(found))
+        terminal(highlight=True).print(_table(found))
 
 
 @app.command("gc")
@@ -37,9 +37,9 @@ def remove_unused(json: JsonLines = False) -> None:
         _print_json({"removed": [_plain(s) for s in removed], "kept": [_plain(s) for s in kept]})
         return
     freed = sum(s.resident_bytes for s in removed)
-    typer.echo(f"removed {len(removed)} ({_size(freed)} freed), kept {len(kept)}")
+    say(f"removed {len(removed)} ({_size(freed)} freed), kept {len(kept)}")
     for segment in kept:
-        typer.echo(f"kept {segment.name}: {segment.detail or segment.state}")
+        say(f"kept {segment.name}: {segment.detail or segment.state}")
 
 
 def _plain(segment: Segment) -> dict[str, object]:
@@ -47,7 +47,7 @@ def _plain(segment: Segment) -> dict[str, object]:
 
 
 def _print_json(value: object) -> None:
-    typer.echo(msgspec.json.encode(value).decode())
+    say(msgspec.json.encode(value).decode())
 
 
 def _table(found: list[Segment]) -> Table:

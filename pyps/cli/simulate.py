@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from pyps.cli.options import with_options
 from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
+from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
@@ -31,8 +31,8 @@ from pyps.simulate import (
     simulate,
 )
 from pyps.simulate.plot import draw, gantt, histogram, trace
-from pyps.simulate.quadratic import NAME as QUADRATIC
-from pyps.simulate.quadratic import quadratic_of
+from pyps.simulate.problem import NAME as QUADRATIC
+from pyps.simulate.problem import quadratic_of
 from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
@@ -59,50 +59,61 @@ class SimulateOptions:
     rebalance: options.RebalanceOption = False
 
 
+SimulatedCluster = Annotated[
+    Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
+]
+PoliciesText = Annotated[
+    str | None, typer.Option(help=f'"all", or policies separated by spaces: "bsp ssp:bound=4". {STATED}')
+]
+Iterations = Annotated[int, typer.Option(min=1, help="Global batches to train.")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The cluster's plan.json: its batches, bits, depths and turns, not those of a new plan.",
+        show_default=False,
+    ),
+]
+Learning = Annotated[str, typer.Option(help=LEARN_HELP)]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(help="Learning rate for one global batch. Default: 0.1; with local steps, 1."),
+]
+InnerRate = Annotated[
+    float | None, typer.Option(help="Learning rate of a local step, by plain SGD.", show_default=False)
+]
+TargetLoss = Annotated[float | None, typer.Option(help="Stop at this loss, and print the time it took.")]
+MeasureEvery = Annotated[
+    int | None,
+    typer.Option(min=1, help="Samples between two measurements of the loss.", show_default=False),
+]
+Charts = Annotated[bool, typer.Option("--show", help="Print staleness and a Gantt chart of each policy.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write a JSON trace for ui.perfetto.dev.", show_default=False),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Draw curves, staleness, idle shares and Gantt charts as PNG.", show_default=False),
+]
+ResultsAsJson = Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")]
+
+
 @app.command("simulate")
 @with_options(SimulateOptions)
 def simulate_command(
-    cluster: Annotated[
-        Path, typer.Argument(metavar="CLUSTER", show_default=False, help="Cluster file, TOML.")
-    ],
-    policies: Annotated[
-        str | None, typer.Option(help=f'"all", or policies separated by spaces: "bsp ssp:bound=4". {STATED}')
-    ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Global batches to train.")] = 100,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="The cluster's plan.json: its batches, bits, depths and turns, not those of a new plan.",
-            show_default=False,
-        ),
-    ] = None,
-    learn: Annotated[str, typer.Option(help=LEARN_HELP)] = "",
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Learning rate for one global batch. Default: 0.1; with local steps, 1."),
-    ] = None,
-    inner_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of a local step, by plain SGD.", show_default=False)
-    ] = None,
-    target_loss: Annotated[
-        float | None, typer.Option(help="Stop at this loss, and print the time it took.")
-    ] = None,
-    measure_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples between two measurements of the loss.", show_default=False),
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print staleness and a Gantt chart of each policy.")
-    ] = False,
-    trace_to: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write a JSON trace for ui.perfetto.dev.", show_default=False),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw curves, staleness, idle shares and Gantt charts as PNG.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")] = False,
+    cluster: SimulatedCluster,
+    policies: PoliciesText = None,
+    iterations: Iterations = 100,
+    plan: PlanFile = None,
+    learn: Learning = "",
+    lr: LearningRate = None,
+    inner_lr: InnerRate = None,
+    target_loss: TargetLoss = None,
+    measure_every: MeasureEvery = None,
+    show: Charts = False,
+    trace_to: TraceFile = None,
+    plot: PlotFile = None,
+    as_json: ResultsAsJson = False,
     **given: Any,
 ) -> None:
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
@@ -152,7 +163,7 @@ def simulate_command(
 
 def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
     """The policies, with a progress bar if stderr is a terminal."""
-    console = Console(stderr=True, markup=False)
+    console = terminal(stderr=True)
     return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
@@ -190,7 +201,7 @@ def _plain(result: Result, target: float | None) -> dict[str, Any]:
 
 
 def _print(scenario: Scenario, results: Sequence[Result], target: float | None, show: bool) -> None:
-    console = Console(highlight=False, markup=False)
+    console = terminal()
     learned = bool(results[0].curve)
     title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
     table = Table(title=title, box=None, header_style="bold")
@@ -208,11 +219,11 @@ def _print(scenario: Scenario, results: Sequence[Result], target: float | None, 
     )
     for result in results:
         for line in _replans(result):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     for result in results if show else ():
-        console.print(f"\n{result.policy}", markup=False)
+        console.print(f"\n{result.policy}")
         for line in histogram(result) + gantt(result, 0.0, GANTT_ITERATIONS * result.iteration_seconds):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def _replans(result: Result) -> Iterable[str]:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pyps.cli.terminal import Shown, terminal
 from pyps.errors import InputError
 from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
 
@@ -51,7 +52,7 @@ def top_command(
         raise InputError("--interval", "", str(interval), "0.05 to 3600 seconds")
     # A file or a pipe has no width: the whole table, unless COLUMNS says one.
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(highlight=False, markup=False, width=PIPED_WIDTH if piped else None)
+    console = terminal(width=PIPED_WIDTH if piped else None)
     with ExitStack() as stack:
         stores = [stack.enter_context(closing(store)) for store in find_stores(target)]
         if once or as_json or not console.is_terminal:
@@ -88,7 +89,7 @@ def _show_live(console: Console, stores: list[StoreTop], target: str | None, int
                 for name in known.keys() - {store.name for store in stores}:
                     stack.callback(known[name].close)
             found = [store.look() for store in known.values()]
-            live.update(screen(found, console.width) if found else Text("no stores in use"), refresh=True)
+            live.update(Shown(screen(found, console.width)) if found else "no stores in use", refresh=True)
             time.sleep(interval)
 
 

@@ -19,12 +19,16 @@ from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.cluster import (
     Cluster,
+    FaultSpec,
     GoodputInfo,
+    Host,
+    Jitter,
     Job,
     Limits,
     Quantization,
     Sharding,
     Shared,
+    Simulation,
     SyncCost,
     WorkerGroup,
     check_cluster,
@@ -32,7 +36,6 @@ from pyps.formats.cluster import (
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
 from pyps.formats.kinds import MAX_BATCH, Bits, Unit
 from pyps.formats.mode import Pace, RunMode, RunTable, WorkerMode
-from pyps.formats.noise import NOISE_SCHEMA, GradientNoiseRecord
 from pyps.formats.plan import (
     PLAN_SCHEMA,
     CostEstimate,
@@ -51,9 +54,11 @@ from pyps.formats.plan import (
     upgraded,
 )
 from pyps.formats.profile import (
+    NOISE_SCHEMA,
     PROFILE_SCHEMA,
     Device,
     Fit,
+    GradientNoiseRecord,
     Link,
     Memory,
     ModelInfo,
@@ -62,7 +67,6 @@ from pyps.formats.profile import (
     Profile,
     check_profile,
 )
-from pyps.formats.simulation import FaultSpec, Host, Jitter, Simulation
 
 __all__ = [
     "FORMATS",

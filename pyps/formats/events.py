@@ -16,9 +16,11 @@ from typing import Literal, Self
 import msgspec
 
 from pyps.errors import InputError
+from pyps.formats.files import open_plain
 from pyps.formats.records import LineReader, append_whole
 
 EVENTS = "run.jsonl"
+UNDONE = "undone.jsonl"
 RunEventKind = Literal[
     "started",
     "joined",
@@ -61,6 +63,9 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            open_plain(path).close()  # a pipe would be waited for
+        self._path = path
         self._file = path.open("ab", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +77,12 @@ class EventLog:
             ) from None
         whole = path.read_bytes().rpartition(b"\n")
         self._file.truncate(len(whole[0]) + len(whole[1]))  # not behind a line that a kill has cut
-        self.events = read_events(path)
+        self.events: list[RunEvent] = []
+        self.read_again()
+
+    def read_again(self) -> None:
+        """Its times may have been moved."""
+        self.events[:] = read_events(self._path)
 
     def write(
         self,
@@ -102,7 +112,26 @@ def read_events(path: str | os.PathLike[str]) -> list[RunEvent]:
 
     Raises InputError, naming the line, if any other line is not an event or the file cannot be read.
     """
-    try:
-        return LineReader(path).new(RunEvent)
-    except OSError as error:
-        raise InputError(str(path), "", error.strerror or str(error), "a run's event log") from None
+    return LineReader(path).new(RunEvent)
+
+
+class Undone(msgspec.Struct, frozen=True):
+    """What a run lost when rank 0 made its store again from a checkpoint: a line of undone.jsonl, which its
+    worker writes and the launcher passes on as events.
+
+    version: of the checkpoint; pushes: known to have come after it."""
+
+    version: int
+    pushes: int
+
+
+def append_undone(run_dir: Path, undone: Undone) -> None:
+    """Add a line; nothing where the disk is full. Raises OSError."""
+    with (run_dir / UNDONE).open("ab", buffering=0) as file:
+        append_whole(file, msgspec.json.encode(undone) + b"\n")
+
+
+def read_undone(run_dir: Path) -> list[Undone]:
+    """All lines; none without the file. Raises InputError for one of something else."""
+    path = run_dir / UNDONE
+    return LineReader(path).new(Undone) if path.exists() else []

@@ -13,8 +13,10 @@ import os
 import re
 import select
 import stat
+import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +24,13 @@ import msgspec
 from msgspec import Struct
 
 from pyps.errors import InputError, one_of
-from pyps.formats.learnt import learnt
 
 MAX_FILE_BYTES = 1 << 28
 PIPE_SECONDS = 5.0
 LONGEST_KEY = 100  # characters of an unknown key for which a like one is looked for
 RENAMED = {"quantum": "batch_multiple"}  # keys of earlier cluster files, for the error message
 T = TypeVar("T", bound=Struct)
+Learnt = TypeVar("Learnt")
 
 
 def encode(value: Any) -> bytes:
@@ -69,7 +71,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise InputError(str(path), "", "something that is not a plain file", "a file name to write to")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_writable_by_owner) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -77,6 +79,33 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise InputError(str(path), "", error.strerror or str(error), "a place to write to") from None
+
+
+def _writable_by_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)
+
+
+def open_plain(path: str | os.PathLike[str], expected: str = "a readable file") -> BufferedReader:
+    """A file, opened. Raises InputError if it is missing, or a pipe or a device, for which one would wait."""
+    found = "something that is not a plain file"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+    raise InputError(str(path), "", found.lower(), expected)
+
+
+def read_struct(path: str | os.PathLike[str], kind: type[T], expected: str) -> T:
+    """A plain file's JSON as a value; `expected`: what it should be. Raises InputError."""
+    with open_plain(path, expected) as file:
+        data = file.read()
+    try:
+        return msgspec.json.decode(data, type=learnt(kind))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InputError(str(path), "", str(error), expected) from None
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -272,3 +301,17 @@ def _shown(value: Any) -> str:
         return f"an object with {', '.join(map(str, value)) or 'no fields'}"[:80]
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_learning = threading.Lock()
+
+
+def learnt(kind: type[Learnt]) -> type[Learnt]:
+    """The type itself, of which a value can be read in any thread from now on.
+
+    msgspec learns the fields of a type when it first reads one, and the process dies where two threads make
+    it learn the same type at once (msgspec 0.22). What is learnt is kept with the type.
+    """
+    with _learning:
+        msgspec.json.Decoder(kind)
+    return kind

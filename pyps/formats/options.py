@@ -40,7 +40,7 @@ VARIABLES: Final = {
 
 def option(said: str, *, unit: str = "", text: str = "", **limits: float) -> Meta:
     """What is said of an option, in a sentence. unit: of its number. text: how it is written, where its type
-    does not say so. limits: ge, gt, le.
+    does not say so. limits: ge, le.
     """
     return Meta(description=said, extra={"unit": unit, "text": text}, **limits)  # type: ignore[call-overload,no-any-return]
 
@@ -66,7 +66,7 @@ DepthOption = Annotated[
 ]
 RoundTimeoutOption = Annotated[
     float,
-    option("Seconds that one worker may delay the others.", unit="seconds", gt=0, le=MAX_SECONDS),
+    option("Seconds that one worker may delay the others.", unit="seconds", ge=0.001, le=MAX_SECONDS),
 ]
 AccumulationOption = Annotated[
     int,
@@ -161,10 +161,8 @@ def check_limits(holder: Any, values: Mapping[str, Any], prefix: str = "") -> No
             continue
         if not _is_within(value, meta):
             where = prefix + name.replace("_", "-") if prefix else name
-            limits = f"{meta.ge} to {meta.le}" if meta.ge is not None else f"above {meta.gt}, to {meta.le:g}"
-            raise InputError(where, "", str(value), limits)
+            raise InputError(where, "", str(value), f"{meta.ge} to {meta.le}")
 
 
 def _is_within(value: float, meta: Meta) -> bool:
-    low = (meta.ge is None or value >= meta.ge) and (meta.gt is None or value > meta.gt)
-    return low and (meta.le is None or value <= meta.le)
+    return (meta.ge is None or value >= meta.ge) and (meta.le is None or value <= meta.le)

@@ -1,8 +1,10 @@
-"""pyps.plan/1: each worker's batch, and what follows from it."""
+"""pyps.plan/1: each worker's batch, and what follows from it, as the ring of turns of `r2sp`."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -14,6 +16,7 @@ from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
 from pyps.formats.profile import Fit, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
+MAX_TURN_SECONDS = 1e6  # as in csrc/policy/config.h
 
 
 class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +49,6 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0, le=1)]
     predicted_seconds: Elapsed
     link_seconds: Elapsed = 0.0
-    fit_error: Elapsed | None = None
     throttle: Factor = 1.0
     max_batch: Batch | None = None
     max_accumulation: Batch = 1
@@ -203,34 +205,37 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
-    """A plan as plain data, of this version: earlier ones said codecs and depths in `run.workers`, and bits
-    and depths in `hps.workers`. What is not such a plan stays as it is, for the errors of its reader.
+    """A plan as plain data, of this version: earlier ones said codecs and depths in `run.workers`, bits and
+    depths in `hps.workers`, and the error of a worker's fit twice. What is not such a plan stays as it is,
+    for the errors of its reader.
     """
     run, hps, workers = raw.get("run"), raw.get("hps"), raw.get("workers", [])
     stated, offered = (one.get("workers", []) if isinstance(one, dict) else [] for one in (run, hps))
     lists = (workers, stated, offered)
     if not all(isinstance(one, list) and all(isinstance(w, dict) for w in one) for one in lists):
         return raw
+    if workers:
+        raw = raw | {"workers": [_without(worker, "fit_error") for worker in workers]}
     if stated and [one.get("rank") for one in stated] != list(range(len(workers))):
         return raw
     if not any(isinstance(one, dict) and "workers" in one for one in (run, hps)):
         return raw
     modes = {str(one.get("rank")): _offered(one) for one in offered}
-    plain = raw | {"hps": _without_workers(hps)}
+    plain = raw | {"hps": _without(hps, "workers")}
     if stated:
         pipeline = any(one.get("depth", 1) != 1 for one in stated)
-        plain["run"] = _without_workers(run) | {"pipeline": pipeline}
+        plain["run"] = _without(run, "workers") | {"pipeline": pipeline}
         for one in stated:
             k = str(one.get("rank"))
             deep = one if pipeline else modes.get(k, {})
             codecs = {key: value for key, value in one.items() if key != "rank"}
             modes[k] = codecs | {"depth": deep.get("depth", 1)}
-    plain["workers"] = [w | {"mode": modes.get(str(k))} for k, w in enumerate(workers)]
+    plain["workers"] = [w | {"mode": modes.get(str(k))} for k, w in enumerate(raw.get("workers", []))]
     return plain
 
 
-def _without_workers(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k != "workers"} if isinstance(value, dict) else value
+def _without(value: Any, key: str) -> Any:
+    return {k: v for k, v in value.items() if k != key} if isinstance(value, dict) else value
 
 
 def _offered(one: dict[str, Any]) -> dict[str, Any]:
@@ -268,3 +273,57 @@ def _adds_up(worker: PlanWorker) -> bool:
     most = worker.micro_batch * worker.accumulation
     least = worker.micro_batch * (worker.accumulation - 1)
     return least < worker.batch <= most if worker.accumulation > 1 else worker.batch == most
+
+
+@dataclass(frozen=True)
+class TurnSchedule:
+    """Which rank of the store takes the k-th turn, and the seconds from its push to the next turn's.
+
+    order: every rank once. gaps_seconds: one for each turn. period_seconds: that a cycle of all turns is
+    planned to take; with gaps of equal length, each is the period divided by the number of turns. Raises
+    InputError.
+    """
+
+    order: tuple[int, ...]
+    gaps_seconds: tuple[float, ...]
+    period_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.order or sorted(self.order) != list(range(len(self.order))):
+            expected = "each rank from 0 on, once"
+            raise InputError("schedule", "order", str(list(self.order)), expected)
+        if len(self.gaps_seconds) != len(self.order):
+            expected = f"one for each of {len(self.order)} turns"
+            raise InputError("schedule", "gaps_seconds", f"{len(self.gaps_seconds)} of them", expected)
+        for gap in self.gaps_seconds:
+            if not 0.0 <= gap <= MAX_TURN_SECONDS:
+                raise InputError("schedule", "gaps_seconds", str(gap), f"0 to {MAX_TURN_SECONDS:g}")
+        if not 0.0 < self.period_seconds <= MAX_TURN_SECONDS:
+            found, expected = str(self.period_seconds), f"above 0, and at most {MAX_TURN_SECONDS:g}"
+            raise InputError("schedule", "period_seconds", found, expected)
+
+
+def plan_turns(plan: Plan, where: str = "plan") -> TurnSchedule:
+    """The turns of a plan's ring, for the store's ranks: the plan's workers that have a batch, in order.
+
+    where: what an error names, the plan's file. Raises InputError if `r2sp` is not of these workers.
+    """
+    ring = plan.r2sp
+    ranks = [worker.rank for worker in plan.workers if worker.batch > 0]
+    if sorted(ring.order) != ranks:
+        expected = f"each worker with a batch once: {', '.join(map(str, ranks))}"
+        raise InputError(where, "r2sp.order", ", ".join(map(str, ring.order)) or "none", expected)
+    return TurnSchedule(tuple(map(ranks.index, ring.order)), _gaps(ring, where), ring.period_seconds)
+
+
+def _gaps(ring: R2spSchedule, where: str) -> tuple[float, ...]:
+    """Equal, unless a transfer does not fit into its gap: then the offsets say when each turn begins."""
+    turns, offsets = len(ring.order), ring.offsets_seconds
+    if max(ring.turn_seconds, default=0.0) <= ring.gap_seconds:
+        return (ring.gap_seconds,) * turns
+    begins = [*offsets, math.fsum([*offsets[:1], ring.period_seconds])]
+    gaps = [b - a for a, b in pairwise(begins)]
+    if len(gaps) != turns or min(gaps) < 0.0:
+        expected = f"{turns} times that do not go back, within a period of {ring.period_seconds:g}"
+        raise InputError(where, "r2sp.offsets_seconds", ", ".join(map(str, offsets)) or "none", expected)
+    return tuple(gap * ring.gap_seconds * turns / ring.period_seconds for gap in gaps)

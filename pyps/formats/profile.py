@@ -1,4 +1,4 @@
-"""pyps.profile/1: the measurements of one device, and the cost model fitted to them."""
+"""What is measured: pyps.profile/1, one device with its cost model; pyps.noise/1, a run's gradient noise."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     A polygon goes on after its last batch by per_sample_seconds a sample; if that is 0, by the table's own
     slope. leave_one_out_error is the median relative error of predicting each point from the others; band
-    has (batch, low, high) seconds between which 90 % of refits lie; doubling_error is the relative standard
-    error at twice the largest measured batch.
+    has (batch, low, high) seconds between which 90 % of times near it lie; doubling_error is the relative
+    standard error at twice the largest measured batch.
     """
 
     kind: Literal["affine", "knee", "convex", "table"]
@@ -147,3 +147,17 @@ def check_profile(where: str, profile: Profile) -> None:
                 raise InputError(where, f"fit.table[{k}][1]", str(next_seconds), f"at least {seconds}")
     elif max(fit.floor_seconds, fit.fixed_seconds + fit.per_sample_seconds) <= 0:
         raise InputError(where, "fit.fixed_seconds", str(fit.fixed_seconds), "a positive time for one sample")
+
+
+NOISE_SCHEMA = "pyps.noise/1"
+
+
+class GradientNoiseRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gradient noise scale that a run has measured.
+
+    noise_scale: in samples. base_batch: the global batch with which the run began. steps: measured."""
+
+    schema: Literal["pyps.noise/1"] = "pyps.noise/1"
+    noise_scale: Seconds
+    base_batch: Batch
+    steps: Annotated[int, Meta(ge=1)]

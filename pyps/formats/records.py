@@ -17,7 +17,7 @@ from typing import Literal, Self, TypeVar
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt, open_plain
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -37,6 +37,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     overrun_seconds: how much longer the step took than the emulated device would have needed.
     skipped: the worker pushed no gradient, because a GradScaler found inf.
     rejected: the store did not apply the gradient: the policy refused it, or the worker was fenced.
+    fenced: the worker missed a deadline and was removed, its samples went back, and it joined again.
     lr: the learning rate of the first parameter group, as pushed.
     depth: the worker's steps in flight at once; above 1, pushes and pulls overlap the next step's compute.
     loader_seconds: how long loading the step's samples keeps the loader busy; with several loader processes,
@@ -62,6 +63,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     overrun_seconds: float = 0.0
     skipped: bool = False
     rejected: bool = False
+    fenced: bool = False
     depth: int = 1
     loader_seconds: float = 0.0
     loader_workers: int = 0
@@ -148,8 +150,8 @@ class LineReader:
         self._bytes = self._lines = 0
 
     def new(self, kind: type[LineType]) -> list[LineType]:
-        """The new values. Raises InputError, naming the line, if one is not of the kind; OSError."""
-        with self._path.open("rb") as file:
+        """The new values. Raises InputError, naming the line that is not of the kind, or for the file."""
+        with open_plain(self._path) as file:
             file.seek(self._bytes)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._bytes += len(complete) + len(newline)
@@ -159,7 +161,7 @@ class LineReader:
             self._lines += 1
             try:
                 values.append(decoder.decode(line))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 expected = f"a {kind.__name__}"
                 raise InputError(str(self._path), f"line {self._lines}", str(error), expected) from error
         return values
@@ -181,7 +183,7 @@ class RunReader:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """The records of one file, in order. Raises InputError, naming a line that is not a record; OSError."""
+    """The records of one file, in order. Raises InputError, naming a line that is not a record."""
     return LineReader(path).new(StepRecord)
 
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from pyps.errors import InputError
-from pyps.formats.learnt import learnt
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.files import read_struct
+from pyps.formats.plan import TurnSchedule
 
 SETUP_SCHEMA: Final = "pyps.run/1"
 SETUP_FILE = "run.json"
@@ -42,6 +41,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     of the plan's. predicted_iteration_seconds: the plan's, of one global batch. ranks: those started here.
     turns: the planned ones of all ranks, where the policy takes turns.
     plan_digest: of plan.json as it was written.
+    cpus: cores that its processes may use; 0: not known.
     folder: where it was started. options: the other options and the script's arguments, to resume with.
     """
 
@@ -57,6 +57,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSetup, ...]
     turns: TurnSchedule | None = None
     plan_digest: str = ""
+    cpus: Annotated[int, Meta(ge=0)] = 0
     folder: str = ""
     options: dict[str, Any] = {}
 
@@ -68,10 +69,4 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_setup(run_dir: str | os.PathLike[str]) -> RunSetup:
     """The setup of the run in a folder. Raises InputError."""
-    path = Path(run_dir) / SETUP_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=learnt(RunSetup))
-    except OSError as error:
-        raise InputError(str(path), "", error.strerror or str(error), "the folder of a run") from None
-    except msgspec.DecodeError as error:
-        raise InputError(str(path), "", str(error), f"a {SETUP_SCHEMA} file") from None
+    return read_struct(Path(run_dir) / SETUP_FILE, RunSetup, f"the folder of a run ({SETUP_SCHEMA})")

@@ -9,7 +9,7 @@ A sink's package is imported when the sink is opened.
 from __future__ import annotations
 
 from pyps.errors import InputError
-from pyps.metrics.sink import Reading, Sink
+from pyps.metrics.sink import OpenTelemetrySink, PrometheusSink, Reading, Sink, TensorBoardSink
 
 __all__ = ["SINKS", "Reading", "Sink", "open_sink"]
 
@@ -28,16 +28,10 @@ def open_sink(text: str, default_folder: str = "tensorboard") -> Sink:
     """
     name, _, rest = text.partition(":")
     if name == "tensorboard":
-        from pyps.metrics.tensorboard import TensorBoardSink
-
         return TensorBoardSink(rest or default_folder)
     if name == "prometheus":
-        from pyps.metrics.prometheus import PrometheusSink
-
         return PrometheusSink(_port(text, rest))
     if name == "otel":
-        from pyps.metrics.otel import OpenTelemetrySink
-
         return OpenTelemetrySink(rest or None)
     raise InputError("metrics", "", repr(text), f"one of {', '.join(SINKS.values())}")
 

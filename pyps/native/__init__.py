@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument, StoreError
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.native import interrupt
 from pyps.native.values import (
     Codec,

@@ -1,17 +1,20 @@
-"""The decision core in virtual time."""
+"""The decision core in virtual time, and the custom policies that the core calls back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
-from pyps.formats.turns import TurnSchedule
-from pyps.native import check, fill_policy_params, turn_array, u32_array, unsigned
+from pyps.formats.plan import TurnSchedule
+from pyps.native import check, fill_policy_params, raised, turn_array, u32_array, unsigned
 from pyps.native.status import RankCounters, rank_cost
-from pyps.native.values import Config, Decision, EventKind, RankCost
+from pyps.native.values import Config, Decision, EventKind, PolicyContext, RankCost
 
 
 class Core:
@@ -36,6 +39,7 @@ class Core:
         self.last: Decision = self._decision
         self._step = lib.pyps_core_step
         self._ranks = len(config.batches)
+        self.looks_at_gradients = bool(lib.pyps_core_gradient(out[0], ffi.NULL, 0))
         self._capacity = config.max_participants or self._ranks
 
     def step(self, kind: int, slot: int, now: int, **values: Any) -> Decision:
@@ -73,6 +77,11 @@ class Core:
         e.waited, e.sent, e.cost_nanoseconds = waited, sent, cost_nanoseconds
         e.compute_nanoseconds, e.grad_norm_squared = compute_nanoseconds, norm
         return self.step(EventKind.PUSH, slot, now)
+
+    def see_gradient(self, gradient: NDArray[np.floating[Any]]) -> None:
+        """The gradient of the next push, for a policy that looks at gradients."""
+        values = np.ascontiguousarray(gradient, dtype=np.float32)
+        lib.pyps_core_gradient(self._core, ffi.from_buffer("float[]", values), values.size)
 
     def pull(self, slot: int, now: int, version: int) -> Decision:
         self._event.version = version
@@ -118,3 +127,58 @@ class Core:
         c = ffi.new("pyps_rank_cost[]", self._ranks)
         check("costs", lib.pyps_core_costs(self._core, c, self._ranks))
         return [rank_cost(c[k]) for k in range(self._ranks)]
+
+
+class Decider(Protocol):
+    """What pyps.store.policies.Custom is to this module."""
+
+    def may_start(self, context: PolicyContext, shared_state: Any) -> bool: ...
+    def scale(self, context: PolicyContext, shared_state: Any) -> float | None: ...
+
+
+_known: dict[int, Decider] = {}
+
+
+def register_decider(number: int, policy: Decider) -> None:
+    """From now on this process can decide by that policy."""
+    _known[number] = policy
+
+
+def is_registered(number: int) -> bool:
+    return number in _known
+
+
+def _context(c: Any) -> PolicyContext:
+    return PolicyContext(*(getattr(c, field.name) for field in fields(PolicyContext)))
+
+
+@ffi.def_extern(error=-1)
+def pyps_python_start(context: Any, shared_state: Any) -> int:
+    try:
+        return int(_known[context.custom].may_start(_context(context), shared_state))
+    except Exception as error:
+        raised.append(error)
+        return -1
+
+
+@ffi.def_extern(error=-1)
+def pyps_python_push(context: Any, shared_state: Any, scale: Any) -> int:
+    try:
+        found = _known[context.custom].scale(_context(context), shared_state)
+        if found is None:
+            return 0
+        scale[0] = found
+        return 1
+    except Exception as error:
+        raised.append(error)
+        return -1
+
+
+def _set_custom() -> None:
+    c = ffi.new("pyps_custom *")
+    c.size = ffi.sizeof("pyps_custom")
+    c.start, c.push = lib.pyps_python_start, lib.pyps_python_push
+    check("custom policy", lib.pyps_set_custom(c))
+
+
+_set_custom()

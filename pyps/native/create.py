@@ -29,7 +29,10 @@ STATE_WORDS = 16  # PYPS_STATE_WORDS
 def create(name: str, config: Config, state: StoreState | None = None) -> Any:
     """Make a segment, ready to use: a pyps_store **. With a state, config.initial must be its parameters."""
     what = f"create {name!r}"
-    c, keep = _config_struct(what, config)
+    try:
+        c, keep = _config_struct(what, config)
+    except OverflowError as error:  # a policy's number or parameters, as a file may have them
+        raise InvalidArgument(what, f"a number out of range: {error}") from None
     out = ffi.new("pyps_store **")
     if state is None:
         check(what, lib.pyps_create(segment_name(what, name), c, out))

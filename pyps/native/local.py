@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
 from pyps.errors import Forked, SegmentNotFound, StoreError
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.native import (
     AVERAGED,
     NANOSECOND,
@@ -36,7 +36,7 @@ from pyps.native import (
 )
 from pyps.native.create import create
 from pyps.native.ranges import Ranges, Visitor
-from pyps.native.state import FlatState, StoreState, read_state
+from pyps.native.state import FlatState, NewVector, StoreState, new_vector, read_state
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
 from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
@@ -103,7 +103,7 @@ class LocalBackend:
         return cls(_owned(out))
 
     @classmethod
-    def create(cls, name: str, config: Config, state: StoreState | None = None, *, keep: bool = True) -> Self:
+    def create(cls, name: str, config: Config, state: StoreState | None = None, keep: bool = True) -> Self:
         """Make a segment, and map it. keep: its name stays after close()."""
         return cls(_owned(create(name, config, state)), removes=not keep)
 
@@ -223,7 +223,11 @@ class LocalBackend:
         return int(version[0])
 
     def state(self, timeout: float) -> FlatState:
-        return read_state(self.pointer, self.layout, self.tensors, timeout)
+        return self.state_in(timeout, new_vector)
+
+    def state_in(self, timeout: float, new: NewVector) -> FlatState:
+        """The state in vectors whose memory `new` gives."""
+        return read_state(self.pointer, self.layout, self.tensors, timeout, new)
 
     # Gradients.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -139,23 +139,33 @@ class StoreState:
         )
 
 
+NewVector = Callable[[int], Flat]
+
+
 def split(flat: Flat, tensors: Sequence[Tensor]) -> dict[str, Flat]:
     """Views of a flat vector by tensor name, each in its tensor's shape; nothing is copied."""
     return {t.name: flat[t.offset : t.offset + t.elements].reshape(t.shape) for t in tensors}
 
 
-def read_state(store: Pointer, layout: Layout, tensors: Sequence[Tensor], timeout: float) -> FlatState:
-    """The state of the present version, while pushes go on."""
+def new_vector(elements: int) -> Flat:
+    """Memory for a flat vector, contents undefined."""
+    return np.empty(elements, np.float32)
+
+
+def read_state(
+    store: Pointer, layout: Layout, tensors: Sequence[Tensor], timeout: float, new: NewVector = new_vector
+) -> FlatState:
+    """The state of the present version, while pushes go on. new: gives the memory for its vectors."""
     c = ffi.new("pyps_state *")
     check("state", lib.pyps_state_begin(store, timeout, c))
     try:
-        return _read(store, layout, tuple(tensors), c)
+        return _read(store, layout, tuple(tensors), c, new)
     finally:
         lib.pyps_state_end(store)
 
 
-def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any) -> FlatState:
-    parameters, *vectors = (np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states))
+def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any, new: NewVector) -> FlatState:
+    parameters, *vectors = (new(layout.flat_elements) for _ in range(1 + layout.states))
     c_vectors = ffi.new("float *[]", [ffi.from_buffer("float[]", a) for a in vectors] or 1)
     steps, hyper = ffi.new("double[]", layout.tensors), ffi.new("pyps_hyper[]", layout.groups)
     c_parameters = ffi.from_buffer("float[]", parameters)
@@ -163,7 +173,7 @@ def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any) -
     residuals = {}
     for rank in range(c.ranks):
         if c.rank[rank].has_residual:
-            residuals[rank] = np.empty(layout.flat_elements, np.float32)
+            residuals[rank] = new(layout.flat_elements)
             c_residual = ffi.from_buffer("float[]", residuals[rank])
             check("state", lib.pyps_state_residual(store, rank, c_residual))
     constants = tuple(hyper_values(hyper, layout.groups))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -496,14 +496,3 @@ class Replay:
     differences: int
     missing_events: int
     first: str
-
-
-def as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:
-    """A contiguous fp32 copy-if-needed of an array or tensor of real numbers. Raises InputError."""
-    if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu":
-        raise InputError(where, field, f"an array of {array.dtype}", "real numbers")
-    return np.asarray(array, dtype=np.float32, order="C")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyps.errors import InputError
 from pyps.formats import encode
-from pyps.ray.cluster import Resources, actor_options, check_resources, connected_ray
+from pyps.ray.actors import Resources, actor_options, check_resources, connected_ray
 from pyps.run.options import StrPath
 
 ACCELERATOR = "accelerator_type:"

@@ -7,9 +7,11 @@ and report.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,15 +19,14 @@ from itertools import chain
 from typing import Any
 
 from pyps.errors import InputError
-from pyps.ray.actors import RankActor, Work
-from pyps.ray.cluster import Resources, actor_options, check_resources, connected_ray
-from pyps.ray.metrics import RaySink
-from pyps.ray.processes import RayProcess
+from pyps.metrics import Reading, Sink
+from pyps.ray.actors import RankActor, Resources, Work, actor_options, check_resources, connected_ray
 from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_id
 from pyps.report.report import Report
 from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
 from pyps.run.options import RunOptions, StrPath
+from pyps.run.process import RankProcess
 from pyps.run.ranks import RankSpec
 from pyps.run.spec import RunSpec, prepare
 
@@ -210,3 +211,78 @@ def _environment() -> dict[str, str]:
 def _amounts(resources: Mapping[str, float]) -> str:
     named = {name: amount for name, amount in resources.items() if not ("_group_" in name or ":" in name)}
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(named.items()))
+
+
+PREFIX = "pyps_"
+
+
+class RaySink(Sink):
+    """A gauge in Ray's own metrics for each figure, with the rank as its tag; "" for the whole run's."""
+
+    def __init__(self) -> None:
+        self._metrics = importlib.import_module("ray.util.metrics")
+        self._gauges: dict[str, Any] = {}
+
+    def write(self, step: int, readings: Iterable[Reading]) -> None:
+        for reading in readings:
+            name = PREFIX + reading.name
+            if name not in self._gauges:
+                self._gauges[name] = self._metrics.Gauge(name, tag_keys=("rank",))
+            rank = "" if reading.rank is None else str(reading.rank)
+            self._gauges[name].set(reading.value, tags={"rank": rank})
+
+    def note(self, step: int, text: str) -> None:
+        """Gauges are numbers alone."""
+
+    def close(self) -> None:
+        self._gauges.clear()
+
+
+class RayProcess(RankProcess):
+    """A rank's actor as the launcher sees it: a process on some node.
+
+    Ray does not start an actor that has died again: the launcher does, which counts restarts and knows errors
+    that would come again.
+    """
+
+    is_here = False
+
+    def __init__(self, actor: Any, work: Work, script: str) -> None:
+        """actor: a handle of a new RankActor. work: what it is to do. script: the file that errors name."""
+        super().__init__(work.rank, script)
+        self._ray = importlib.import_module("ray")
+        self._actor, self._death = actor, ""
+        self._pid, self._result = actor.pid.remote(), actor.train.remote(work)
+
+    def poll(self) -> int | None:
+        if self.exit_code is not None:
+            return self.exit_code
+        try:
+            if not self.pid and self._is_there(self._pid):
+                self.pid = self._ray.get(self._pid)
+            if self._is_there(self._result):
+                self.exit_code, text = self._ray.get(self._result)
+                self.stderr_tail.extend(text.splitlines())
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(self._actor)  # it may only be out of reach
+            self.exit_code, self._death, self.is_lost = -signal.SIGKILL, _reason(error), True
+        return self.exit_code
+
+    def _is_there(self, reference: Any) -> bool:
+        return bool(self._ray.wait([reference], timeout=0)[0])
+
+    def signal(self, number: int) -> None:
+        """An actor takes one signal: it is killed."""
+        if self.poll() is None and number != signal.SIGCONT:
+            self._ray.kill(self._actor)
+
+    def close(self) -> None:
+        self._actor = None  # the last handle: Ray ends the actor in order
+
+    def exit_reason(self) -> str:
+        return f"its actor died ({self._death})" if self._death else super().exit_reason()
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says first, such as: The actor died unexpectedly before finishing this task."""
+    return str(error).strip().partition("\n")[0].partition(":")[0].rstrip(".") or type(error).__name__

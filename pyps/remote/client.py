@@ -80,14 +80,15 @@ class Client:
     Every call raises LinkLost once the server is gone, LinkRefused if it does not let this client in.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, session: bytes | None = None) -> None:
+        """session: its secret name; None: a new one."""
         check_byte_order()
         self.address = address
         self.traffic = Traffic()
         self._keys = read_client_keys(address.keys) if address.keys else None
         if address.path:
             check_socket(address.path)
-        self._session, self._seq = secrets.token_bytes(SESSION_BYTES), 0
+        self.session, self._seq = session or secrets.token_bytes(SESSION_BYTES), 0
         self._changed = threading.Condition()  # guards what follows, and the sockets
         self._unanswered: dict[int, list[Any]] = {}  # seq -> what was sent, in order
         self._replies: dict[int, tuple[Answer | Failure, list[Any]]] = {}  # that no thread has taken yet
@@ -96,7 +97,7 @@ class Client:
         self._receiving = False  # a thread sleeps until something comes
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes that thread
         self._context: zmq.Context[Any] = zmq.Context()
-        self._heartbeat = Heartbeat(self._context, self._dial, self._session)
+        self._heartbeat = Heartbeat(self._context, self._dial, lambda: Ping(self.session, self._received))
         try:
             self._connect()
         except InputError:
@@ -116,19 +117,26 @@ class Client:
         """Send a call without waiting for its reply; for `take`. `numbers` may not change until then."""
         frames = to_frames(numbers)
         with self._changed:
-            self._seq += 1
-            received = min(self._unanswered, default=self._seq) - 1
+            received = self._received
             follow = sum(len(frame) for frame in frames)
             arguments = encode_raw(asked.arguments)
-            call = Call(self._session, self._seq, asked.verb.name, arguments, received, follow)
+            seq = self._seq + 1
+            call = Call(self.session, seq, asked.verb.name, arguments, received, follow)
             if self._broken():
                 self._reconnect()
-            self._unanswered[self._seq] = [encode(call), *frames]
+            self._unanswered[seq] = [encode(call), *frames]
+            self._seq = seq  # a ping never takes it for answered
             self._heartbeat.expect_progress()
             self._send(self._unanswered[self._seq])
             if self._receiving:  # what it waits on may have been used up
                 os.eventfd_write(self._bell, 1)
             return Posted(asked.verb, self._seq)
+
+    @property
+    def _received(self) -> int:
+        """All replies up to this one have come."""
+        last = self._seq
+        return min(list(self._unanswered), default=last + 1) - 1
 
     def take(self, posted: Posted[R]) -> tuple[R, Frames]:
         """Wait for the reply to a posted call: as `exchange`. Once for each."""
@@ -152,7 +160,7 @@ class Client:
         with self._changed:
             if not self._heartbeat.trouble():
                 with contextlib.suppress(zmq.Again):
-                    self._socket.send(encode(Bye(self._session)), zmq.NOBLOCK)
+                    self._socket.send(encode(Bye(self.session)), zmq.NOBLOCK)
                 self._hang_up(GOODBYE_SECONDS)
             else:
                 self._hang_up(0.0)
@@ -286,10 +294,10 @@ class Heartbeat(threading.Thread):
     """
 
     def __init__(
-        self, context: zmq.Context[Any], dial: Callable[[], zmq.Socket[bytes]], session: bytes
+        self, context: zmq.Context[Any], dial: Callable[[], zmq.Socket[bytes]], ping: Callable[[], Ping]
     ) -> None:
         super().__init__(name="pyps-heartbeat", daemon=True)
-        self._context, self._dial, self._ping = context, dial, encode(Ping(session))
+        self._context, self._dial, self._ping = context, dial, ping
         self._interval, self._max_missed = CONNECT_SECONDS / PINGS_PER_TIMEOUT / 4, PINGS_PER_TIMEOUT * 4
         self._missed = 0
         self._progress = Pong(b"")
@@ -336,7 +344,7 @@ class Heartbeat(threading.Thread):
             bell.connect(STOP)
             while True:
                 with contextlib.suppress(zmq.Again):
-                    socket.send(self._ping, zmq.NOBLOCK)
+                    socket.send(encode(self._ping()), zmq.NOBLOCK)
                 if bell.poll(self._interval * 1000):
                     return
                 self._missed = 0 if self._received_pong(socket) else self._missed + 1

@@ -7,16 +7,14 @@ process. What one peer takes leaves room for the others.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import zmq
 
 from pyps.errors import Busy, InvalidArgument, LinkLost
 from pyps.remote.connections import Connection
-from pyps.remote.framing import FRAME_BYTES
+from pyps.remote.incoming import Incoming
 from pyps.remote.outbox import Outbox
-from pyps.remote.session import SessionThread
+from pyps.remote.session import SessionReply, SessionThread
 from pyps.remote.site import Site
 from pyps.remote.verbs import Bulk
 from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, Call
@@ -25,7 +23,6 @@ MAX_SESSIONS = 256
 SESSIONS_PER_PEER = 32
 FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
 MAX_TRIES = 3  # of one call that come at once, after connections that broke
-MAX_ARRAYS = 1024  # of a call; each may end in a short frame
 
 
 @dataclass(eq=False)
@@ -40,7 +37,7 @@ class ClientRecord:
     connections: list[Connection] = field(default_factory=list)  # the last ones, the newest first
     taken: int = 0
     received: int = 0
-    replies: dict[int, list[Any]] = field(default_factory=dict)  # by seq
+    replies: dict[int, SessionReply] = field(default_factory=dict)  # by seq
     waiting: dict[int, int] = field(default_factory=dict)  # by seq
     incoming: list[Incoming] = field(default_factory=list)  # tries of the next call, on one connection each
     thread: SessionThread | None = None
@@ -53,10 +50,8 @@ class ClientRecord:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that its calls and their replies take."""
-        kept = sum(len(frame) for frames in self.replies.values() for frame in frames[1:])
-        coming = sum(one.call.follow for one in self.incoming)
-        return coming + sum(self.waiting.values()) + kept
+        """Memory that the numbers of its calls take."""
+        return sum(one.call.follow for one in self.incoming) + sum(self.waiting.values())
 
     @property
     def due(self) -> int:
@@ -66,7 +61,7 @@ class ClientRecord:
     @property
     def progress(self) -> tuple[int, int, int]:
         """What a pong says of it: taken, left and answered."""
-        small = all(len(frames) == 1 for frames in self.replies.values())
+        small = all(len(reply.frames) == 1 for reply in self.replies.values())
         return (
             self.taken,
             sum(one.left for one in self.incoming),
@@ -78,13 +73,13 @@ class ClientRecord:
         last = [connection, *(one for one in self.connections if one is not connection)]
         self.connections = sorted(last, key=lambda one: -one.number)[:MAX_TRIES]
 
-    def expect(self, call: Call) -> Incoming:
+    def expect(self, call: Call, begin: Callable[[Incoming], None]) -> Incoming:
         """A call that may begin once its numbers have come. After a connection broke, what it still had in it
         may come behind what the next one brings: whichever is whole first counts.
         """
         if len(self.incoming) == MAX_TRIES:
             self.incoming.pop(0).drop()
-        self.incoming.append(incoming := Incoming(call, self, call.follow))
+        self.incoming.append(incoming := Incoming(call, call.follow, begin))
         return incoming
 
     def forget_incoming(self) -> None:
@@ -93,50 +88,34 @@ class ClientRecord:
             one.drop()
         self.incoming.clear()
 
+    def note_received(self, received: int) -> None:
+        """A ping says which replies have come."""
+        self.received = max(self.received, min(received, self.taken))
+        self.forget_received()
+
     def forget_received(self) -> None:
         """Drop the replies that the client has."""
-        self.replies = {seq: frames for seq, frames in self.replies.items() if seq > self.received}
+        for seq in [seq for seq in self.replies if seq <= self.received]:
+            self.replies.pop(seq).room.drop()
 
-
-@dataclass(eq=False)
-class Incoming:
-    """A call whose numbers are coming; without a record they are dropped."""
-
-    call: Call
-    record: ClientRecord | None
-    left: int
-    frames: list[Any] = field(default_factory=list)
-
-    def add(self, frame: Any) -> bool:
-        """Take the next frame. Returns False if it is not what was announced."""
-        size = len(frame)
-        if not 0 < size <= min(self.left, FRAME_BYTES) or len(self.frames) > self._most_frames:
-            return False
-        self.left -= size
-        if self.record is not None:
-            self.frames.append(frame.buffer)
-        return True
-
-    def drop(self) -> None:
-        """Keep nothing of what has come, and of what comes."""
-        self.record = None
-        self.frames.clear()
-
-    @property
-    def _most_frames(self) -> int:
-        return self.call.follow // FRAME_BYTES + MAX_ARRAYS
+    def end(self) -> None:
+        """Its call stops waiting, its thread leaves the store, and its replies go."""
+        if self.thread is not None:
+            self.thread.end()
+        for reply in self.replies.values():
+            reply.room.drop()
+        self.replies.clear()
 
 
 class Clients:
-    """All sessions. For the server's loop. memory_bytes: that all calls and replies together may take."""
+    """All sessions. For the server's loop."""
 
-    def __init__(self, site: Site, outbox: Outbox, per_peer: int, memory_bytes: int) -> None:
+    def __init__(self, site: Site, outbox: Outbox, per_peer: int) -> None:
         self.sessions: dict[bytes, ClientRecord] = {}
         self.largest_gradient = 0  # bytes of the numbers of a push; 0 while there is no store
         self._site, self._outbox, self._per_peer = site, outbox, per_peer
-        self._memory_bytes = memory_bytes
+        self._memory = site.memory
         self._threads: list[SessionThread] = []
-        self._unsent: list[tuple[str, zmq.MessageTracker, int]] = []  # peer, and bytes that libzmq holds
 
     @property
     def threads(self) -> list[SessionThread]:
@@ -159,8 +138,9 @@ class Clients:
         self._check_room(peer)
         while sum(record.peer == peer for record in self.sessions.values()) >= self._per_peer:
             quiet = [(r.heard, name) for name, r in self.sessions.items() if r.peer == peer and r.gone]
-            del self.sessions[min(quiet)[1]]
+            self.end(min(quiet)[1])
         record = self.sessions[session] = ClientRecord(peer, time.monotonic())
+        self._memory.peers = len({one.peer for one in self.sessions.values()})
         return record
 
     def thread_of(self, session: bytes, record: ClientRecord) -> SessionThread:
@@ -198,7 +178,7 @@ class Clients:
         bulk = Bulk.NONE if handler is None else handler.verb.bulk
         if call.follow and bulk is Bulk.NONE:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
-        whole = self._memory_bytes + MAX_REQUEST_BYTES
+        whole = self._memory.total + MAX_REQUEST_BYTES
         most = whole if bulk is Bulk.STORE else self.largest_gradient
         if call.follow > most:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
@@ -206,24 +186,16 @@ class Clients:
 
     def _check_memory(self, peer: str, size: int) -> None:
         """A peer may always hold one call; more, while it leaves the others their share."""
-        peers = {record.peer for record in self.sessions.values()}
-        share = self._memory_bytes // len(peers)
-        self._unsent = [one for one in self._unsent if not one[1].done]
+        share = self._memory.total // max(1, self._memory.peers)
         held = sum(record.held_bytes for record in self.sessions.values() if record.peer == peer)
-        held += sum(unsent for whose, _, unsent in self._unsent if whose == peer)
         if held and held + size > share:
-            text = f"found {held + size} bytes of calls and replies of {peer}; expected at most {share}"
+            text = f"found {held + size} bytes of calls of {peer}; expected at most {share}"
             raise Busy("session", text)
-
-    def note_sent(self, peer: str, tracker: zmq.MessageTracker, size: int) -> None:
-        """A reply of this size counts as held until libzmq has sent it, also if the client says it has it."""
-        self._unsent.append((peer, tracker, size))
 
     def end(self, session: bytes) -> None:
         """End a session: its call stops waiting, its thread leaves the store."""
-        record = self.sessions.pop(session)
-        if record.thread is not None:
-            record.thread.end()
+        self.sessions.pop(session).end()
+        self._memory.peers = len({one.peer for one in self.sessions.values()})
 
     def expire(self) -> int:
         """Let the threads of the silent leave, and forget the long silent: how many timed out."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import os
 import resource
 import socket
 import struct
@@ -18,13 +19,12 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-if TYPE_CHECKING:
-    from pyps.remote.clients import Incoming
+from pyps.remote.incoming import Incoming
 
 HELD_BYTES = 1 << 20  # of one connection, without a whole message: an honest one holds less than a frame
 ALL_HELD_BYTES = 64 << 20  # of all connections together
@@ -74,10 +74,11 @@ class Connections:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         for name in ("AUTH", "PROTOCOL", "NO_DETAIL"):
             events |= getattr(zmq, f"EVENT_HANDSHAKE_FAILED_{name}")
-        self._router, self._events = router, router.get_monitor_socket(events)
+        self._router, self.events = router, router.get_monitor_socket(events)
         self._open: dict[int, Accepted] = {}  # by descriptor
         self._known: dict[bytes, Connection] = {}  # by identity, until all of their messages were received
-        self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        self.most = min(MAX_CONNECTIONS, free // 2)  # the rest is for what the sessions open
         self.cut_off = 0  # how many were cut
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class Connections:
 
     def close(self) -> None:
         self._router.disable_monitor()
-        self._events.close(linger=0)
+        self.events.close(linger=0)
 
     def find(self, frame: Any, identity: bytes) -> Connection | None:
         """The connection that a received frame came on. It has brought a whole message.
@@ -113,7 +114,7 @@ class Connections:
         return one
 
     def look(self, drained: bool) -> None:
-        """Cut the connections that hold too much, and the oldest silent ones of too many.
+        """Cut the connections that hold too much, and silent ones of too many.
 
         drained: since the last look there was a time without any message to be received.
         """
@@ -132,8 +133,15 @@ class Connections:
             if size > factor * HELD_BYTES or total > factor * ALL_HELD_BYTES:
                 self.cut(one)
                 total -= size
-        for one in [one for one in self._open.values() if not one.spoke][: max(0, len(self) - self.most)]:
-            self.cut(one)
+        self.trim()
+
+    def trim(self) -> None:
+        """Cut the oldest silent connections of too many."""
+        self._follow()
+        if len(self) > self.most:
+            silent = [one for one in self._open.values() if not one.spoke]
+            for one in silent[: len(self) - self.most]:
+                self.cut(one)
 
     def _forget_ended(self) -> None:
         """Forget those of which no message can come: they had ended before the last moment without any."""
@@ -164,8 +172,8 @@ class Connections:
                 end.shutdown(socket.SHUT_RDWR)
 
     def _follow(self) -> None:
-        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self._events)
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self.events)
             descriptor = event["value"]
             assert isinstance(descriptor, int)
             if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED) and descriptor in self._open:

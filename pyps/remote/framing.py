@@ -20,28 +20,6 @@ Frames = Sequence[Any]  # buffers: what came after a header
 Reply = tuple[Any, tuple[NDArray[Any], ...]]  # a value, and what follows the header
 
 
-class ReplyBuffers:
-    """Memory for the numbers of replies, used again once the client has received them."""
-
-    def __init__(self) -> None:
-        self._seq, self._received = 0, 0
-        self._used: list[tuple[int, NDArray[Any]]] = []  # by the seq whose reply has it
-
-    def begin(self, seq: int, received: int) -> None:
-        """What follows is for the reply to `seq`; the client has those up to `received`."""
-        self._seq, self._received = seq, received
-
-    def take(self, kind: type[np.generic], size: int) -> NDArray[Any]:
-        """An array of `size` numbers, contents undefined."""
-        for index, (seq, array) in enumerate(self._used):
-            if seq <= self._received and array.dtype == kind and array.size == size:
-                self._used[index] = (self._seq, array)
-                return array
-        array = np.empty(size, kind)
-        self._used = [used for used in self._used if used[0] > self._received] + [(self._seq, array)]
-        return array
-
-
 def to_frames(arrays: Iterable[NDArray[Any]]) -> list[memoryview]:
     """The bytes of contiguous arrays, one after the other, in views of FRAME_BYTES; none is copied."""
     flat = [array.data.cast("B") for array in arrays if array.size]

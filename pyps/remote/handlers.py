@@ -7,10 +7,12 @@ observer that was silent goes on unchanged.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -24,9 +26,10 @@ from pyps.errors import (
     PushRejected,
     SegmentNotFound,
     StoreError,
+    SystemCallFailed,
     TimedOut,
 )
-from pyps.formats.options import MAX_DEPTH
+from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
 from pyps.native.state import StateHeader
@@ -43,10 +46,12 @@ from pyps.native.values import (
 )
 from pyps.remote import verbs
 from pyps.remote.creation import created_arrays
-from pyps.remote.framing import Frames, Reply, ReplyBuffers, check_size, from_frames
+from pyps.remote.framing import Frames, Reply, check_size, from_frames
+from pyps.remote.memory import AnswerRoom
 from pyps.remote.parts import packed, sent_ranges
-from pyps.remote.site import Site
-from pyps.remote.verbs import Arrays, Caller, Handlers, LinkVerb
+from pyps.remote.pulled import BaseParams
+from pyps.remote.site import Site, Whose
+from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
@@ -54,7 +59,8 @@ from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-KEPT_VERSIONS = MAX_DEPTH + 1  # pulled ones, at most: a pipeline computes on earlier ones
+MAKER = b""  # in place of a session, of the peer that has made the store
+DESCRIPTOR_SECONDS = 2.0  # until connections that brought nothing are cut
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Past:
-    """What a session was before its thread ended: its place, and what the wing's calls had made of it."""
+    """What a session was before its thread ended: its place, and what the wing has to know."""
 
     place: Place | None
-    caller: Caller
+    wing: int | None
 
 
-STRANGER = Past(None, Caller(0))
+STRANGER = Past(None, None)
 HANDLERS = Handlers()
 
 
@@ -83,17 +89,18 @@ class LinkSession:
     `numbers` are the frames that came with a call.
     """
 
-    def __init__(self, site: Site, past: Past = STRANGER) -> None:
+    def __init__(self, site: Site, whose: Whose, past: Past = STRANGER) -> None:
         self.place = place = past.place
         self._site = site
+        self._whose = whose
         self._late = place is not None and place.role not in (None, Role.OBSERVER)
         self._backend: LocalBackend | None = None
         self._staging: int | None = None  # handed out and not pushed
-        self.replies = ReplyBuffers()
+        self._room: AnswerRoom | None = None  # of the answer to the call under way
         self._transfers = Transfers()
         self._in_round = False  # its push timed out while the round was open
-        self._pulled: dict[int, Flat] = {}  # by version, the last ones at the end
-        self._wing = site.shards.session(site, lambda: self.store, past.caller)
+        self._pulled = BaseParams(site.memory, whose.peer)
+        self._wing = site.shards.session(site, whose, lambda: self.store, past.wing)
 
     def do(self, name: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
         """One call. Raises StoreError as a Backend does, or msgspec's errors for wrong arguments."""
@@ -109,7 +116,23 @@ class LinkSession:
         if verb.needs_store and self._backend is None:
             self._return()
         own = self if name in HANDLERS else self._wing
+        if verb.back is not Bulk.NONE:
+            size = _most_bytes(verb.back, own.layout)
+            self._room = self._site.memory.room(self._whose.peer, size)
         return handler.answer(own, numbers, *values)
+
+    @property
+    def room(self) -> AnswerRoom:
+        """Of the answer to the call under way."""
+        if self._room is None:
+            self._room = self._site.memory.room(self._whose.peer, 0)
+        return self._room
+
+    def answered(self, size: int) -> AnswerRoom:
+        """The room of the answer, which is there and as large as this."""
+        room, self._room = self.room, None
+        room.settle(size)
+        return room
 
     @property
     def caller(self) -> Caller:
@@ -117,7 +140,17 @@ class LinkSession:
         if self.place is None:
             return Caller.STRANGER | self._wing.caller
         worker = self.place.role in (Role.WORKER, Role.NEW_WORKER)
-        return (Caller.WORKER if worker else Caller.OBSERVER) | self._wing.caller
+        planners = self._site.planners
+        plans = planners is None or self._whose.peer in tuple(planners.values())
+        found = (Caller.WORKER if worker else Caller.OBSERVER) | self._wing.caller
+        return found | Caller.PLANNER if plans else found
+
+    def _plan_as(self, worker: bool) -> None:
+        """The session is a worker's from now on, or none's; the store's maker plans in any case."""
+        if self._site.planners is not None:
+            self._site.planners.pop(self._whose.session, None)
+            if worker:
+                self._site.planners[self._whose.session] = self._whose.peer
 
     def late(self, verb: str) -> StoreError:
         """The error of a call that a silent client's end interrupted: a worker has to rejoin."""
@@ -133,12 +166,14 @@ class LinkSession:
         self._staging, self._in_round = None, False
         if backend is not None:
             backend.close()
+        self._pulled.forget(0)
+        self._plan_as(worker=False)
         self._wing.close()
 
     @property
     def past(self) -> Past:
         """For the session's next thread."""
-        return Past(self.place, self._wing.caller & Caller.SERVER)
+        return Past(self.place, self._wing.past)
 
     @property
     def store(self) -> LocalBackend:
@@ -152,7 +187,7 @@ class LinkSession:
 
     def _return(self) -> None:
         """After the session left: open the store again, and give an observer its place."""
-        self._backend = LocalBackend.open(self._site.store)
+        self._backend = self._open()
         if self.place is not None and self.place.role is Role.OBSERVER:
             self._backend.join(Role.OBSERVER, -1)
 
@@ -167,9 +202,23 @@ class LinkSession:
     @HANDLERS.plain(verbs.HELLO)
     def hello(self, protocol: int, name: str) -> OpenReply:
         self._check_caller(protocol, name)
-        self._backend = LocalBackend.open(name)
+        self._backend = self._open()
         self.place = Place()
         return self._opened()
+
+    def _open(self) -> LocalBackend:
+        """The store. Where strangers hold all descriptors, wait until their connections are cut."""
+        deadline = time.monotonic() + DESCRIPTOR_SECONDS
+        while True:
+            try:
+                return LocalBackend.open(self._site.store)
+            except SystemCallFailed as error:
+                if os.strerror(errno.EMFILE) not in error.message:
+                    raise
+            if time.monotonic() > deadline:
+                raise Busy("session", "the server has no descriptor left; serve with a larger `ulimit -n`")
+            check_waits()
+            time.sleep(0.01)
 
     @HANDLERS.bulk(verbs.CREATE)
     def create(
@@ -178,6 +227,8 @@ class LinkSession:
         self._check_caller(protocol, name)
         self._backend = LocalBackend.create(name, *created_arrays(request_bytes, numbers))
         self.place = Place()
+        if self._site.planners is not None:
+            self._site.planners[MAKER] = self._whose.peer
         self._site.created()
         self._site.shards.created()
         self._wing.created()
@@ -205,6 +256,7 @@ class LinkSession:
                 with contextlib.suppress(TimedOut):
                     self.store.wait(sequence, left)
         self.place, self._staging, self._in_round = Place(role, got), None, False
+        self._plan_as(worker=role is not Role.OBSERVER)
         return got
 
     @HANDLERS.plain(verbs.LEAVE)
@@ -213,19 +265,21 @@ class LinkSession:
         if self._backend is not None:
             self._backend.leave()
         self.place, self._late, self._staging = Place(), False, None
+        self._plan_as(worker=False)
 
     @HANDLERS.plain(verbs.REJOIN)
     def rejoin(self) -> None:
         if not self._late:
             self.store.rejoin()
         elif self.place is not None and self.place.role is not None:
-            backend = LocalBackend.open(self._site.store)
+            backend = self._open()
             try:
                 backend.join(self.place.role, self.place.rank)
             except BaseException:
                 backend.close()
                 raise
             self._backend, self._late = backend, False
+            self._plan_as(worker=self.place.role is not Role.OBSERVER)
         self._staging, self._in_round = None, False
         self._transfers.begin_again()
         self._wing.forget()
@@ -242,7 +296,7 @@ class LinkSession:
             parts, out = self._sent_ranges("pull", numbers, ranges)
             return self.store.pull(out, parts), (out,)
         check_size("pull", numbers, 0)
-        flat = self.replies.take(np.float32, self.layout.flat_elements)
+        flat = self.room.take(np.float32, self.layout.flat_elements)
         version = self.store.pull(flat)
         self._keep_pulled(version, flat)
         return version, (flat,)
@@ -257,11 +311,11 @@ class LinkSession:
         parts, rest = sent_ranges(what, count, numbers, self.layout.flat_elements)
         check_size(what, rest, 0)
         size = elements(what, parts, self.layout.flat_elements)
-        return parts, self.replies.take(np.float32, size)
+        return parts, self.room.take(np.float32, size)
 
     @HANDLERS.bulk(verbs.PULL_ENCODED)
     def pull_encoded(self, numbers: Frames, codec: Codec) -> tuple[int, Arrays]:
-        data = self.replies.take(np.uint8, encoded_vector_bytes(codec, self.layout))
+        data = self.room.take(np.uint8, encoded_vector_bytes(codec, self.layout))
         version = self.store.pull_encoded(codec, data)
         if self._needs_base_params:
             self._keep_pulled(version, decode_vector(data, codec, self.layout))
@@ -274,21 +328,7 @@ class LinkSession:
     def _keep_pulled(self, version: int, flat: Flat) -> None:
         """Where the policy needs base parameters, they need not travel back with their gradient."""
         if self._needs_base_params:
-            self._pulled.pop(version, None)
-            self._pulled[version] = flat.copy()
-            while len(self._pulled) > KEPT_VERSIONS:
-                del self._pulled[next(iter(self._pulled))]
-
-    def _base_params(self, version: int | None) -> Flat | None:
-        """The parameters of a version that this worker has pulled; None: of the last one."""
-        if not self._pulled:
-            return None
-        wanted = next(reversed(self._pulled)) if version is None else version
-        if (found := self._pulled.get(wanted)) is None:
-            kept = ", ".join(map(str, self._pulled))
-            raise InvalidArgument("push", f"base_version: found {version}; expected one pulled last: {kept}")
-        self._pulled = {v: flat for v, flat in self._pulled.items() if v >= wanted}  # later pushes' bases
-        return found
+            self._pulled.add(version, flat)
 
     @HANDLERS.bulk(verbs.PUSH)
     def push(self, numbers: Frames, header: PushHeader) -> tuple[PushResult, Arrays]:
@@ -301,7 +341,7 @@ class LinkSession:
         if codec is not Codec.F32:
             (result, _), (version, arrays) = self.push(numbers, header), self.pull_encoded((), codec)
             return (result, version), arrays
-        flat = self.replies.take(np.float32, self.layout.flat_elements)
+        flat = self.room.take(np.float32, self.layout.flat_elements)
         both = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
         self._keep_pulled(both[1], flat)
         return both, (flat,)
@@ -353,7 +393,7 @@ class LinkSession:
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
-        fields["base_params"] = self._base_params(header.base_version) if header.samples else None
+        fields["base_params"] = self._pulled.base(header.base_version) if header.samples else None
         if header.samples and header.ranges is not None:
             fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
         elif header.samples and not self._in_round:
@@ -409,17 +449,24 @@ class LinkSession:
         layout = self.layout
         if states not in (0, layout.states):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {layout.states}")
-        vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + states)]
-        steps = np.empty(layout.chunks, np.float64)
+        vectors = [self.room.take(np.float32, layout.flat_elements) for _ in range(1 + states)]
+        steps = self.room.take(np.float64, layout.chunks)
         version = self.store.snapshot(vectors[0], vectors[1:], steps, timeout)
         self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
 
     @HANDLERS.bulk(verbs.STATE)
     def state(self, numbers: Frames, timeout: float) -> tuple[tuple[StateHeader, tuple[int, ...]], Arrays]:
-        found = self.store.state(timeout)
+        found = self.store.state_in(timeout, partial(self.room.take, np.float32))
         arrays = (found.parameters, *found.vectors, *found.residuals.values())
         return (found.header, tuple(found.residuals)), arrays
+
+
+def _most_bytes(back: Bulk, layout: Layout) -> int:
+    """What numbers an answer may have; a state's residuals of later ranks are counted once they are there."""
+    more = {Bulk.GRADIENT: 0, Bulk.STORE: layout.states, Bulk.STATE: layout.states + layout.ranks}
+    vectors = 1 + more[back]
+    return 4 * vectors * layout.flat_elements + 8 * layout.chunks
 
 
 def _by_store(verb: LinkVerb[P, R], function: Callable[Concatenate[LocalBackend, P], R]) -> None:

@@ -24,8 +24,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from pyps.errors import InputError
-from pyps.formats.learnt import learnt
+from pyps.errors import InputError, shown
+from pyps.formats.files import learnt
 
 KEY_LENGTH = 40  # Z85 text of 32 bytes
 MAX_FILE_BYTES = 1 << 20
@@ -101,7 +101,7 @@ class KeyFolder:
         try:
             keys = read_server_keys(self.path / "server.key")
         except InputError as error:
-            print(f"pyps serve: {error}; the clients admitted before stay", file=sys.stderr)
+            print(shown(f"pyps serve: {error}; the clients admitted before stay"), file=sys.stderr)
             return False
         self._set(keys)
         return True

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,7 @@ from pyps import native
 from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
 from pyps.native.local import LocalBackend
 from pyps.native.values import Layout
-from pyps.profiler.host_memory import cpu_free_bytes, disable_malloc_trim
+from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.remote.address import Address, check_store_name, endpoint_parts, is_loopback
 from pyps.remote.clients import (
     FORGET_SECONDS,
@@ -35,13 +36,14 @@ from pyps.remote.clients import (
     SESSIONS_PER_PEER,
     ClientRecord,
     Clients,
-    Incoming,
 )
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import HANDLERS
+from pyps.remote.incoming import Incoming
 from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
+from pyps.remote.memory import AnswerMemory, memory_share
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionReply
 from pyps.remote.site import Home, Site, wing
@@ -64,7 +66,6 @@ SEAL_BYTES = 256  # at least what encryption adds to a frame
 QUEUED_MESSAGES = 32  # of one connection, before it has to wait
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
-MEMORY_SHARE = 0.25  # of the free memory, that calls and replies may take together
 WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
 
@@ -123,14 +124,15 @@ class Server:
             self._note_created,
             self._note_opened,
             self._shards,
+            AnswerMemory(memory_share()),
+            None if bind is None and keys is None else {},  # processes of one user may do all that it can
             Handlers({**HANDLERS, **several.handlers}),
         )
         self._created = self._closed = self._stopping = False
         self._held: LocalBackend | None = None
         self._hold()
         self._outbox = Outbox()
-        memory = int(MEMORY_SHARE * cpu_free_bytes())
-        self._clients = Clients(self._site, self._outbox, sessions_per_client, memory)
+        self._clients = Clients(self._site, self._outbox, sessions_per_client)
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
         self._keys: KeyFolder | None = None
@@ -265,6 +267,7 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outbox, zmq.POLLIN)
+        poller.register(self._connections.events, zmq.POLLIN)
         look_at, drained = time.monotonic(), False
         while not self._stopping:
             poller.poll(max(0, math.ceil(1000 * (look_at - time.monotonic()))))
@@ -272,6 +275,7 @@ class Server:
                 if reply is not WAKE:
                     self._guarded(self._finish, reply)
             drained = self._receive_some() or drained
+            self._guarded(self._connections.trim)
             if time.monotonic() >= look_at:
                 self._guarded(self._look, drained)
                 drained = False
@@ -287,6 +291,7 @@ class Server:
 
     def _look(self, drained: bool) -> None:
         """What is done from time to time."""
+        self._site.memory.sweep()
         self._connections.look(drained)
         self.counters.cut_off = self._connections.cut_off
         self.counters.timed_out += self._clients.expire()
@@ -349,12 +354,14 @@ class Server:
             if record is not None:
                 self._clients.end(message.session)
         else:
+            if record is not None:
+                record.note_received(message.received)
             progress = (0, 0, 0) if record is None else record.progress
             self._send([connection], [encode(Pong(self._site.server, *progress))])
 
     def _take_call(self, connection: Connection, peer: str, record: ClientRecord | None, call: Call) -> None:
         """Begin a new call, answer a repeated one again, refuse others; their numbers are dropped."""
-        drop = Incoming(call, None, call.follow)
+        drop = Incoming(call, call.follow)
         connection.incoming = drop if call.follow else None
         try:
             if record is None:
@@ -374,11 +381,11 @@ class Server:
             self.counters.refused += 1
             self._send([connection], [failure(call.seq, error)])
             return
-        incoming = record.expect(call)
+        incoming = record.expect(call, partial(self._begin, record))
         if call.follow:
             connection.incoming = incoming
         else:
-            self._begin(incoming, record)
+            self._begin(record, incoming)
 
     def _add(self, connection: Connection, incoming: Incoming, frame: Any) -> None:
         """Numbers of a call that came before."""
@@ -388,10 +395,10 @@ class Server:
             return
         if not incoming.left:
             connection.incoming = None
-            if incoming.record is not None:
-                self._begin(incoming, incoming.record)
+            if incoming.begin is not None:
+                incoming.begin(incoming)
 
-    def _begin(self, incoming: Incoming, record: ClientRecord) -> None:
+    def _begin(self, record: ClientRecord, incoming: Incoming) -> None:
         """Hand a whole call to its session's thread."""
         call, frames = incoming.call, list(incoming.frames)
         record.forget_incoming()
@@ -411,15 +418,17 @@ class Server:
 
     def _finish(self, reply: SessionReply) -> None:
         record = self._clients.sessions.get(reply.session)
-        if record is not None:
-            record.waiting.pop(reply.seq, None)
-            record.replies[reply.seq] = reply.frames
-            self._reply(record, reply.frames)
+        if record is None:
+            reply.room.drop()
+            return
+        record.waiting.pop(reply.seq, None)
+        record.replies[reply.seq] = reply
+        self._reply(record, reply)
 
-    def _reply(self, record: ClientRecord, frames: list[Any]) -> None:
-        tracker = self._send(record.connections, frames)
+    def _reply(self, record: ClientRecord, reply: SessionReply) -> None:
+        tracker = self._send(record.connections, reply.frames)
         if tracker is not None:
-            self._clients.note_sent(record.peer, tracker, sum(len(frame) for frame in frames))
+            reply.room.trackers.append(tracker)
 
     def _send(self, connections: Sequence[Connection], frames: list[Any]) -> zmq.MessageTracker | None:
         """Send to the first of these that has not ended, without waiting. What is returned for a reply with

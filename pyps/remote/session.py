@@ -19,18 +19,20 @@ from pyps.native import interrupt
 from pyps.profiler.host_memory import trim_malloc
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import STRANGER, LinkSession
+from pyps.remote.memory import AnswerRoom
 from pyps.remote.outbox import Outbox
-from pyps.remote.site import Site
+from pyps.remote.site import Site, Whose
 from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, encode, encode_raw, failure
 
 
 @dataclass(frozen=True)
 class SessionReply:
-    """What a session's call gave: a header, and numbers."""
+    """What a session's call gave: a header, and numbers, and their room in the server's memory."""
 
     session: bytes
     seq: int
     frames: list[Any]
+    room: AnswerRoom
 
 
 class SessionThread(threading.Thread):
@@ -64,13 +66,15 @@ class SessionThread(threading.Thread):
             self._previous.join()  # until then its rank is taken; nothing in it waits any more
             past, self._previous = self._previous.past, None
         interrupt.end_waits_on(self._ended)
-        calls = LinkSession(self._site, past)
+        calls = LinkSession(self._site, Whose(self._session, self.peer), past)
         try:
             while (item := self._work.get()) is not None:
                 call, numbers = item
-                self._outbox.put(SessionReply(self._session, call.seq, self._frames(calls, call, numbers)))
+                frames = self._frames(calls, call, numbers)
+                room = calls.answered(sum(len(frame) for frame in frames))
+                self._outbox.put(SessionReply(self._session, call.seq, frames, room))
                 made = call.verb == "create"
-                del item, call, numbers  # a gradient is not kept until the next one
+                del item, call, numbers, frames, room  # a gradient is not kept until the next one
                 if made:
                     trim_malloc()  # as much as a whole store, once
         finally:
@@ -89,7 +93,6 @@ class SessionThread(threading.Thread):
 
 def _done(calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:
     try:
-        calls.replies.begin(call.seq, call.received)
         value, frames = calls.do(call.verb, call.arguments, numbers)
         return [encode(Answer(call.seq, encode_raw(value))), *to_frames(frames)]
     except WaitInterrupted:

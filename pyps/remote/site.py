@@ -14,11 +14,20 @@ from typing import Protocol
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
+from pyps.remote.memory import AnswerMemory
 from pyps.remote.verbs import Caller, Handlers
 from pyps.store.backend import Backend
 
 Home = str | Callable[[], str]
 WING = "pyps.shards.wing"
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """A session's name, which its client and this server know, and the peer that it comes from."""
+
+    session: bytes
+    peer: str
 
 
 class WingSession(Protocol):
@@ -27,6 +36,14 @@ class WingSession(Protocol):
     @property
     def caller(self) -> Caller:
         """What the wing's calls have made of the session; no flag: nothing."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of what its calls answer from. Raises SegmentNotFound."""
+
+    @property
+    def past(self) -> int | None:
+        """What a later thread of this session has to know of it; None: nothing."""
 
     def check(self) -> None:
         """Before each call. Raises LinkLost where all shards began anew since the session's first."""
@@ -60,8 +77,10 @@ class WingHost(Protocol):
     def created(self) -> None:
         """The store has been made through the link."""
 
-    def session(self, site: Site, store: Callable[[], LocalBackend], caller: Caller) -> WingSession:
-        """For a session; store: gives its store. caller: what the wing's calls had made of it before."""
+    def session(
+        self, site: Site, whose: Whose, store: Callable[[], LocalBackend], past: int | None
+    ) -> WingSession:
+        """For a session; store: gives its store. past: of the thread that it had before."""
 
     def close(self, remove: bool) -> None:
         """End; remove: what is here of the model. Idempotent."""
@@ -96,4 +115,6 @@ class Site:
     created: Callable[[], None]  # called once the store has been made through the link
     opened: Callable[[Layout], None]  # called by every session that opens or makes the store
     shards: WingHost  # of a model over several servers
+    memory: AnswerMemory  # for answers
+    planners: dict[bytes, str] | None  # peers, by the sessions for which they may plan; None: all may
     handlers: Handlers

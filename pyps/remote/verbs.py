@@ -34,7 +34,8 @@ class Caller(Flag):
 
     STRANGER: has opened nothing. OBSERVER: has opened the store, and has not joined it as a worker. WORKER:
     has joined as one. CREATOR: makes a store over several servers, of which some are not there yet. SERVER:
-    follows this one, which is the first of several.
+    follows this one, which is the first of several. PLANNER: its peer has made the store, or has a worker in
+    it.
     """
 
     STRANGER = auto()
@@ -42,6 +43,7 @@ class Caller(Flag):
     WORKER = auto()
     CREATOR = auto()
     SERVER = auto()
+    PLANNER = auto()
 
     def __str__(self) -> str:
         return " or ".join(str(one.name).lower() for one in self)
@@ -52,11 +54,12 @@ ANY = OPENED | Caller.STRANGER
 
 
 class Bulk(Enum):
-    """What numbers follow a call to the server: at most a gradient's, or a whole store's."""
+    """What numbers follow a call, or its answer: at most a gradient's, a whole store's, a state's."""
 
     NONE = auto()
     GRADIENT = auto()
     STORE = auto()
+    STATE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ class Asked(Generic[R]):
 
 @dataclass(frozen=True)
 class LinkVerb(Generic[P, R]):
-    """function: the signature. arguments, value: decoders. needs_store: the server opens the store for a
-    session that was silent.
+    """function: the signature. arguments, value: decoders. bulk: what numbers come; back: what go back.
+    needs_store: the server opens the store for a session that was silent.
     """
 
     function: Callable[..., Any]
@@ -78,6 +81,7 @@ class LinkVerb(Generic[P, R]):
     value: msgspec.msgpack.Decoder[R]
     by: Caller
     bulk: Bulk
+    back: Bulk
     needs_store: bool
 
     @property
@@ -100,6 +104,7 @@ def verb(
     function: Callable[Concatenate[Any, P], R],
     by: Caller,
     bulk: Bulk = Bulk.NONE,
+    back: Bulk = Bulk.NONE,
     needs_store: bool = True,
 ) -> LinkVerb[P, R]:
     """The verb of a function's name, arguments and result."""
@@ -107,7 +112,7 @@ def verb(
     types = tuple(hints[name] for name in list(signature(function).parameters)[1:])
     arguments = msgspec.msgpack.Decoder(tuple[types] if types else tuple[()])  # type: ignore[valid-type]
     value = msgspec.msgpack.Decoder(hints["return"])
-    return LinkVerb(function, arguments, value, by, bulk, needs_store)
+    return LinkVerb(function, arguments, value, by, bulk, back, needs_store)
 
 
 class Calls(Protocol):
@@ -157,22 +162,22 @@ AWAIT_TURN = verb(Backend.await_turn, Caller.WORKER)
 SET_MAX_SAMPLES = verb(Backend.set_max_samples, Caller.WORKER)
 SET_DATA_SET = verb(Backend.set_data_set, Caller.WORKER)
 SET_COST_MODEL = verb(Backend.set_cost_model, Caller.WORKER)
-PULL = verb(Calls.pull, OPENED, Bulk.GRADIENT)
-PULL_ENCODED = verb(Calls.pull_encoded, OPENED)
-READ = verb(Calls.read, OPENED, Bulk.GRADIENT)
-SNAPSHOT = verb(Calls.snapshot, OPENED)
-STATE = verb(Calls.state, OPENED)
+PULL = verb(Calls.pull, OPENED, Bulk.GRADIENT, Bulk.GRADIENT)
+PULL_ENCODED = verb(Calls.pull_encoded, OPENED, back=Bulk.GRADIENT)
+READ = verb(Calls.read, OPENED, Bulk.GRADIENT, Bulk.GRADIENT)
+SNAPSHOT = verb(Calls.snapshot, OPENED, back=Bulk.STORE)
+STATE = verb(Calls.state, OPENED, back=Bulk.STATE)
 PUSH = verb(Calls.push, Caller.WORKER, Bulk.GRADIENT)
-EXCHANGE = verb(Calls.exchange, Caller.WORKER, Bulk.GRADIENT)
-TRANSFER = verb(Calls.transfer, Caller.WORKER, Bulk.GRADIENT)
+EXCHANGE = verb(Calls.exchange, Caller.WORKER, Bulk.GRADIENT, Bulk.GRADIENT)
+TRANSFER = verb(Calls.transfer, Caller.WORKER, Bulk.GRADIENT, Bulk.GRADIENT)
 STATUS = verb(Backend.status, OPENED)
 MEMBERS = verb(Backend.members, OPENED)
 RANKS = verb(Backend.ranks, OPENED)
 COSTS = verb(Backend.costs, OPENED)
 HYPER = verb(Backend.hyper, OPENED)
 WAIT = verb(Backend.wait, OPENED)
-REPLAN = verb(Backend.replan, OPENED)
-SET_SCHEDULE = verb(Backend.set_schedule, OPENED)
+REPLAN = verb(Backend.replan, Caller.PLANNER)
+SET_SCHEDULE = verb(Backend.set_schedule, Caller.PLANNER)
 
 VERBS: dict[str, LinkVerb[Any, Any]] = {v.name: v for v in list(vars().values()) if isinstance(v, LinkVerb)}
 

@@ -9,7 +9,7 @@ To the server each frame is a message of its own, and a call says how many bytes
 parts of one message would all wait in the server's memory, uncounted, until the last has come.
 
     client -> server    Call(session, seq, verb, arguments, received, follow), then numbers of `follow` bytes
-                        Ping(session)       on a separate connection, which no bulk holds up
+                        Ping(session, received)  on a separate connection, which no bulk holds up
                         Bye(session)        nothing comes back
     server -> client    Answer(seq, value) [numbers ...]
                         Failure(seq, code, what, message)
@@ -47,7 +47,7 @@ from pyps.native.values import (
 )
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 5
+PROTOCOL = 6
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -73,6 +73,7 @@ class Call(_Message, frozen=True):
 
 class Ping(_Message, frozen=True):
     session: Session
+    received: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class Bye(_Message, frozen=True):

@@ -9,20 +9,21 @@ from importlib.resources import files
 from pathlib import Path
 
 from pyps.formats.events import RunEvent
-from pyps.report.findings import bottleneck, findings
-from pyps.report.report import RankReport
+from pyps.report.report import RankReport, absences
 from pyps.report.run_data import RunData
 from pyps.report.sections import Section, sections
+from pyps.report.steps import Distribution
 
 OUTCOMES = {"finished": "good", "interrupted": "warn", "failed": "bad", "unfinished": "warn"}
 SHOWN_EVENTS = ("died", "restarted", "replanned", "checkpoint", "resumed", "ended")
 MOST_EVENTS = 200
 MOST_FILES = 200
+LITTLE = 0.1  # of the ranks' time: below, training is limited by compute
 
 
 def make_page(run: RunData, path: str | os.PathLike[str]) -> str:
     """The page's text; links to files are relative to `path`, where it will be written."""
-    title = f"pyps run: {run.folders[0].resolve().name}"
+    title = f"pyps run: {Path(os.path.realpath(run.folders[0])).name}"
     parts = [_top(run, title), *map(_section, sections(run)), _events(run), _files(run, Path(path))]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -129,7 +130,59 @@ def _files(run: RunData, path: Path) -> str:
     items = []
     for folder in run.folders:
         for file in sorted(folder.iterdir()):
-            if not file.name.startswith(".") and file.resolve() != path.resolve():
-                link = os.path.relpath(file.resolve(), path.resolve().parent)
+            if not file.name.startswith(".") and os.path.realpath(file) != os.path.realpath(path):
+                link = os.path.relpath(os.path.realpath(file), os.path.dirname(os.path.realpath(path)))
                 items.append(f'<li><a href="{_text(Path(link).as_posix())}">{_text(file.name)}</a></li>')
     return _section(Section("files", "Files", f'<ul class="files">{"".join(items[:MOST_FILES])}</ul>'))
+
+
+# What a run's figures say, in sentences.
+
+
+def bottleneck(run: RunData) -> str:
+    """Where the ranks' time goes apart from compute, and which rank is the slowest."""
+    ranks = [r for r in run.report.ranks if r.steps]
+    if not ranks:
+        return "No rank has finished a step."
+    totals = {kind: sum(_seconds(r, kind) for r in ranks) for kind in ("compute", "data", "transfer", "wait")}
+    whole = sum(totals.values()) or 1.0
+    share = {kind: seconds / whole for kind, seconds in totals.items()}
+    slowest = max(ranks, key=_busy)
+    name = f"rank {slowest.rank} ({slowest.name})"
+    if share["data"] >= LITTLE and share["data"] >= share["transfer"]:
+        rank = max(ranks, key=lambda r: _seconds(r, "data"))
+        most = f"most on rank {rank.rank} ({rank.name})"
+        return f"Loading data takes {share['data']:.0%} of the ranks' time, {most}."
+    if share["transfer"] >= LITTLE:
+        return f"Transfers take {share['transfer']:.0%} of the ranks' time."
+    if share["wait"] >= LITTLE:
+        busy = f"{_busy(slowest) * 1e3:,.1f} ms a step"
+        return f"The ranks wait {share['wait']:.0%} of their time; {name} is the slowest, with {busy}."
+    return f"Compute limits it: {share['compute']:.0%} of the ranks' time."
+
+
+def findings(run: RunData) -> Iterator[str]:
+    """What the medians hide."""
+    report = run.report
+    yield from (f"{line[0].upper()}{line[1:]}." for line in absences(report))
+    if report.short_rounds:
+        rounds = f"{report.short_rounds:,} of {report.versions:,} rounds"
+        yield f"{rounds} had fewer samples than the global batch of {report.global_batch:,}."
+    s = report.samples
+    if s.returned or s.skipped or s.dropped:
+        rest = f"{s.skipped:,} skipped, {s.dropped:,} dropped"
+        yield f"{s.returned:,} samples were returned and assigned again, {rest}."
+    yield from (f"{advice[0].upper()}{advice[1:]}." for advice in report.advice)
+    yield from (f"Rebalanced: {why}." for why in report.replans)
+
+
+def _seconds(rank: RankReport, kind: str) -> float:
+    """All of a rank's seconds of one kind."""
+    names = ("push", "pull") if kind == "transfer" else (kind,)
+    found = [getattr(rank, name, None) for name in names]
+    return sum((d.mean * d.count for d in found if isinstance(d, Distribution)), 0.0)
+
+
+def _busy(rank: RankReport) -> float:
+    """What a step takes without waits."""
+    return sum(_seconds(rank, kind) for kind in ("compute", "data", "transfer")) / max(1, rank.steps)

@@ -12,15 +12,13 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 import numpy as np
 
-from pyps.errors import InputError
 from pyps.formats.events import RunEvent
-from pyps.formats.learnt import learnt
+from pyps.formats.files import read_struct
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.ring import TurnsReport, turns_report
@@ -30,13 +28,14 @@ from pyps.report.steps import (
     NonNegative,
     absent_seconds,
     applied_steps,
+    between,
     distribution,
     idle_share,
     is_applied,
     iteration_times,
     loss_points,
     overlapped_seconds,
-    paused_seconds,
+    pauses,
     phase_seconds,
     short_rounds,
     thinned,
@@ -47,6 +46,7 @@ from pyps.report.steps import (
 REPORT_SCHEMA: Final = "pyps.report/1.1"
 REPORT = "report.json"
 RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the worst last
+MIN_ABSENT_SECONDS = 1.0  # that are said
 FAR_OFF = 2.0  # times the prediction, or its half: the plan was made from other figures than this run's
 LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
 
@@ -60,7 +60,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     loader: seconds a step for which its samples kept the loader busy.
     loader_workers: loader processes; 0: the training thread loads.
     idle_share: the wait's share of all five together.
-    absent_seconds: while others trained, without a step of this rank: dead, starting again, or cut off.
+    absent_seconds: while others trained, without a step of this rank: dead, starting, stopped or cut off.
+    fenced: how often it was removed because it missed a deadline, and joined again.
+    deaths: how each of its processes ended that did not end well.
     overrun_seconds: the sum of what steps took longer than the emulated device would have. Above a few per
         cent of the compute time, the emulation did not hold.
     """
@@ -89,6 +91,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     staleness_max: NonNegative
     absent_seconds: float = 0.0
+    fenced: NonNegative = 0
+    deaths: list[str] = []
 
 
 class SampleCounts(msgspec.Struct, frozen=True):
@@ -122,8 +126,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
     replans: why the batches changed while it trained, one line a change.
-    advice: what to change where a rank's data loading holds it up, where the plan's prediction is far off, or
-    where the store had nothing left to train.
+    advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     undone: pushes after the last checkpoint that were lost with a server's host, and trained again.
@@ -182,24 +185,22 @@ def make_report(
 ) -> Report:
     """The report of a run.
 
-    setup: what was run.
-    records, events: what happened.
-    totals: the store's counters. Where there are any, samples come from them: a killed worker's last record
-        may be missing although its gradient was applied.
+    setup: what was run. records, events: what happened. totals: the store's counters. Where there are any,
+    samples come from them: a killed worker's last record may be missing although its gradient was applied.
     outcome, error: how it ended.
     """
-    training = training_time(records)
+    resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
+    training, paused = training_time(records), pauses(records, resumed)
     kept, applied = without_startup_wait(records), applied_steps(records)
     by_rank: dict[int, list[StepRecord]] = {rank.rank: [] for rank in setup.ranks}
     for record in kept:
         by_rank.setdefault(record.rank, []).append(record)
-    ranks = [rank_report(rank, by_rank[rank.rank], events, totals, training) for rank in setup.ranks]
-    resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
+    ranks = [rank_report(rank, by_rank[rank.rank], events, totals, training, paused) for rank in setup.ranks]
+    crowd = crowding(setup, ranks)
     times = distribution(iteration_times(applied, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
     measured_over_predicted = times.median / predicted if predicted and times.count else None
     losses = loss_points(applied, setup.global_batch)
-    trained = sum(r.samples for r in ranks)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -207,21 +208,14 @@ def make_report(
         emulated=any(rank.emulated for rank in setup.ranks),
         seed=setup.seed,
         global_batch=setup.global_batch,
-        wall_seconds=_wall_seconds(events),
-        training_seconds=training[1] - training[0] - paused_seconds(records, resumed),
+        wall_seconds=_wall_seconds(events, records),
+        training_seconds=between(*training, paused),
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=measured_over_predicted,
         idle_share=idle_share(kept),
         versions=totals.versions or (applied[-1].version if applied else 0),
-        samples=SampleCounts(
-            requested=setup.samples,
-            trained=trained,
-            skipped=sum(r.skipped_samples for r in ranks),
-            returned=sum(r.returned_samples for r in ranks),
-            dropped=totals.dropped,
-            elsewhere=max(0, sum(totals.samples) - trained),
-        ),
+        samples=_sample_counts(setup.samples, ranks, totals),
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,
         error=error,
@@ -231,14 +225,25 @@ def make_report(
         loss=thinned(losses),
         short_rounds=short_rounds(applied, setup.global_batch),
         advice=[
-            *_idle_advice(outcome, applied, totals),
-            *filter(None, map(loading_advice, ranks)),
+            *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
             *prediction_advice(measured_over_predicted, ranks),
         ],
         turns=_turns(setup, applied),
         resumed_at=_resumed_at(events, applied),
         undone=sum(event.pushes or 0 for event in events),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
+    )
+
+
+def _sample_counts(requested: int, ranks: Sequence[RankReport], totals: StoreTotals) -> SampleCounts:
+    trained = sum(r.samples for r in ranks)
+    return SampleCounts(
+        requested=requested,
+        trained=trained,
+        skipped=sum(r.skipped_samples for r in ranks),
+        returned=sum(r.returned_samples for r in ranks),
+        dropped=totals.dropped,
+        elsewhere=max(0, sum(totals.samples) - trained),
     )
 
 
@@ -263,15 +268,19 @@ def rank_report(
     events: Sequence[RunEvent],
     totals: StoreTotals,
     training: tuple[float, float],
+    paused: Sequence[tuple[float, float]] = (),
 ) -> RankReport:
     """One rank's part of the report.
 
     setup, mine: the rank and its records, without_startup_wait. events, totals: of all ranks. training: when
-    the run trained, as `training_time` says.
+    the run trained, as `training_time` says; paused: when it did not meanwhile.
     """
     rank = setup.rank
     applied = [r for r in mine if is_applied(r)]
-    data, compute, push, pull, wait = map(distribution, phase_seconds(mine))
+    present = [
+        r for r in mine if not r.fenced
+    ]  # a step that its worker was stopped in says nothing of the usual ones
+    data, compute, push, pull, wait = map(distribution, phase_seconds(present))
     return RankReport(
         rank=rank,
         name=setup.name,
@@ -291,30 +300,45 @@ def rank_report(
         push=push,
         pull=pull,
         wait=wait,
-        overlapped=distribution(overlapped_seconds(mine)),
-        idle_share=idle_share(mine),
+        overlapped=distribution(overlapped_seconds(present)),
+        idle_share=idle_share(present),
         overrun_seconds=sum(r.overrun_seconds for r in mine),
         staleness_mean=float(np.mean([r.staleness for r in applied])) if applied else 0.0,
         staleness_max=max((r.staleness for r in applied), default=0),
-        absent_seconds=absent_seconds(mine, *training),
+        absent_seconds=absent_seconds(present, *training, paused),
+        fenced=len(mine) - len(present),
+        deaths=[e.detail for e in events if e.rank == rank and e.kind == "died"],
     )
 
 
-def _idle_advice(outcome: RunOutcome, applied: Sequence[StepRecord], totals: StoreTotals) -> Iterator[str]:
-    """What to do if a run ended well because there was nothing to train."""
-    if outcome == "finished" and totals.versions and not applied:
-        yield (
-            "no step was trained here: the store's samples were used up before these ranks could join, "
-            f"at version {totals.versions}; for a new run end its server first, or serve another name"
-        )
+def absences(report: Report) -> Iterator[str]:
+    """Of each rank whose processes died, or that was away while others trained: why, and for how long."""
+    for r in report.ranks:
+        away = f"absent for {r.absent_seconds:,.1f} s while others trained"
+        long = r.absent_seconds >= MIN_ABSENT_SECONDS
+        often = f" {len(r.deaths)} times, last" if len(r.deaths) > 1 else ""
+        missed = f"missed a deadline{f' {r.fenced} times' * (r.fenced > 1)}, and its samples went to others"
+        parts = [f"was {away}"] * long + [missed] * bool(r.fenced)
+        parts += [f"died{often}: {death}" for death in r.deaths[-1:]]
+        if parts:
+            yield f"rank {r.rank} ({r.name}) {'; it '.join(parts)}"
 
 
-def loading_advice(rank: RankReport) -> str:
-    """What to change if loading data holds this rank up; empty if it does not."""
+def crowding(setup: RunSetup, ranks: Sequence[RankReport]) -> str:
+    """Whether more processes train and load than there are cores; empty if not, or if that is not known."""
+    processes = sum(1 + rank.loader_workers for rank in ranks if rank.steps)
+    cores = f"{setup.cpus} CPU core{'s' * (setup.cpus != 1)}"
+    return f"{processes} processes share {cores}" if 0 < setup.cpus < processes else ""
+
+
+def loading_advice(rank: RankReport, crowd: str = "") -> str:
+    """What to change if loading data holds this rank up; empty if it does not. crowd: as crowding says."""
     data, compute, loader = rank.data.median, rank.compute.median, rank.loader.median
     if data <= LOADING_SHARE * (data + compute):
         return ""
     who = f"rank {rank.rank} ({rank.name}) waits {data * 1e3:.1f} ms a step for data"
+    if crowd:
+        return f"{who}: {crowd}; use fewer loader processes or ranks on this machine, or cheaper samples"
     needed = math.ceil(max(1, rank.loader_workers) * loader / compute) if compute else 1
     if not rank.loader_workers:
         return f"{who}, which its training thread loads: use batches(..., num_workers={needed})"
@@ -328,7 +352,7 @@ def loading_advice(rank: RankReport) -> str:
         made = f"its {rank.loader_workers} processes load a step in {alone * 1e3:.1f} ms in all"
         return f"{who}: {made}, less than the wait: use num_workers=0"
     late = "its loader is fast enough, but begins late"
-    return f"{who}: {late}; raise prefetch, or, where a collate_fn is given, leave it out"
+    return f"{who}: {late}; raise batches(..., prefetch=2), or, where a collate_fn is given, leave it out"
 
 
 def prediction_advice(measured_over_predicted: float | None, ranks: Sequence[RankReport]) -> Iterator[str]:
@@ -360,18 +384,14 @@ def _transfer_seconds(rank: RankReport) -> float:
 
 def read_report(path: str | os.PathLike[str]) -> Report:
     """Read and check a pyps.report/1.1 file. Raises InputError."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=learnt(Report))
-    except OSError as error:
-        raise InputError(str(path), "", error.strerror or str(error), "a readable file") from None
-    except msgspec.DecodeError as error:
-        raise InputError(str(path), "", str(error), f"a {REPORT_SCHEMA} file") from None
+    return read_struct(path, Report, f"a {REPORT_SCHEMA} file")
 
 
-def _wall_seconds(events: Sequence[RunEvent]) -> float:
-    """From the first event to the last, without the time between two parts of the run."""
-    pairs = pairwise(events)
-    return sum(b.monotonic_seconds - a.monotonic_seconds for a, b in pairs if b.kind != "resumed")
+def _wall_seconds(events: Sequence[RunEvent], records: Sequence[StepRecord]) -> float:
+    """From the first event to the last event or step, without the time between two parts of the run."""
+    moments = [(e.monotonic_seconds, e.kind == "resumed") for e in events]
+    moments += [(r.spans[-1][2], False) for r in records if r.spans] if events else []
+    return sum(b - a for (a, _), (b, begins) in pairwise(sorted(moments)) if not begins)
 
 
 def _get(values: Sequence[int], index: int, default: int) -> int:

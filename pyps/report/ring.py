@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import StepRecord
-from pyps.formats.turns import TurnSchedule
 
 NonNegative = Annotated[int, Meta(ge=0)]
 
@@ -26,7 +26,8 @@ class TurnsReport(msgspec.Struct, frozen=True):
     planned_gap_seconds: the mean from push to push. gap_seconds: the measured median.
     gap_deviation: the median, over the turns, of the measured gap over the turn's planned one, minus 1.
     period_seconds: the measured median from one push of a rank to its next.
-    The measured ones are None where there was no such pair of pushes.
+    The measured ones are of the time before other batches were planned: these gaps were for the first ones.
+    They are None where there was no such pair of pushes.
     """
 
     order: list[NonNegative]
@@ -49,29 +50,31 @@ def turns_report(schedule: TurnSchedule, applied: Sequence[StepRecord]) -> Turns
     order, count = schedule.order, len(schedule.order)
     after = {rank: order[(place + 1) % count] for place, rank in enumerate(order)}
     planned = dict(zip(order, schedule.gaps_seconds, strict=True))
-    pushes = [(r.rank, r.version, r.admitted_at) for r in applied if r.admitted_at > 0.0 and r.rank in after]
-    pairs = [(a, b) for a, b in pairwise(pushes) if b[1] == a[1] + 1]
-    gaps = [(a[0], b[2] - a[2]) for a, b in pairs if b[0] == after[a[0]]]
+    pushes = [r for r in applied if r.admitted_at > 0.0 and r.rank in after]
+    pairs = [(a, b) for a, b in pairwise(pushes) if b.version == a.version + 1]
+    ordered = [(a, b) for a, b in pairs if b.rank == after[a.rank]]
+    first = min((r.plan for r in pushes), default=0)
+    gaps = [(a.rank, b.admitted_at - a.admitted_at) for a, b in ordered if b.plan == first]
     return TurnsReport(
         order=list(order),
         turns=len(pairs),
-        out_of_order=len(pairs) - len(gaps),
+        out_of_order=len(pairs) - len(ordered),
         planned_gap_seconds=sum(schedule.gaps_seconds) / count,
         planned_period_seconds=schedule.period_seconds,
         gap_seconds=_median([gap for _, gap in gaps]),
         gap_deviation=_median([gap / planned[rank] - 1.0 for rank, gap in gaps if planned[rank] > 0.0]),
-        period_seconds=_median(_periods(pushes)),
+        period_seconds=_median(_periods([r for r in pushes if r.plan == first])),
     )
 
 
-def _periods(pushes: Sequence[tuple[int, int, float]]) -> list[float]:
+def _periods(pushes: Sequence[StepRecord]) -> list[float]:
     """Seconds from each push of a rank to its next."""
     last: dict[int, float] = {}
     found = []
-    for rank, _, at in pushes:
-        if rank in last:
-            found.append(at - last[rank])
-        last[rank] = at
+    for push in pushes:
+        if push.rank in last:
+            found.append(push.admitted_at - last[push.rank])
+        last[push.rank] = push.admitted_at
     return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import get_args
 
 import msgspec
@@ -15,7 +17,6 @@ from pyps.formats import Plan, read_plan
 from pyps.formats.events import EVENTS, RunEvent, read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import RunSetup, read_setup
-from pyps.report.clocks import HostLog, on_one_clock
 from pyps.report.report import Report, RunOutcome, StoreTotals, make_report, read_report
 from pyps.report.steps import applied_steps
 
@@ -51,7 +52,8 @@ def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
         (r for log in logs for r in log.records), key=lambda r: r.spans[0][1] if r.spans else 0.0
     )
     events = sorted((e for log in logs for e in log.events), key=lambda e: e.monotonic_seconds)
-    reports = [read_report(p / REPORT_FILE) for p in paths if (p / REPORT_FILE).exists()]
+    found = [_report(path, log.events) for path, log in zip(paths, logs, strict=True)]
+    reports = [report for report in found if report is not None]
     reports.sort(key=lambda report: report.versions)
     if len(paths) == 1 and reports:
         report = reports[0]
@@ -59,6 +61,15 @@ def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
         report = make_report(setup, records, events, _totals(reports, setup), *_outcome(setup, reports))
     plan = read_plan(paths[0] / PLAN_FILE) if (paths[0] / PLAN_FILE).exists() else None
     return RunData(paths, setup, records, events, report, plan)
+
+
+def _report(path: Path, events: Sequence[RunEvent]) -> Report | None:
+    """The report in a folder; None if there is none, or only that of an earlier part of the run."""
+    if not (path / REPORT_FILE).exists():
+        return None
+    report, parts = read_report(path / REPORT_FILE), sum(event.kind == "resumed" for event in events)
+    is_last = len(report.resumed_at) == parts and (not events or events[-1].kind == "ended")
+    return report if is_last else None
 
 
 def _events(path: Path) -> list[RunEvent]:
@@ -120,3 +131,80 @@ def _outcome(setup: RunSetup, reports: Sequence[Report]) -> tuple[RunOutcome, st
     order = get_args(RunOutcome)
     worst = max(last.values(), key=lambda r: order.index(r.outcome))
     return worst.outcome, worst.error
+
+
+@dataclass(frozen=True)
+class HostLog:
+    """What one host kept of a run, on its own clock."""
+
+    records: list[StepRecord]
+    events: list[RunEvent]
+
+
+def on_one_clock(logs: Sequence[HostLog]) -> list[HostLog]:
+    """The same logs on the clock of the first.
+
+    Each host's records count from its own boot. The times of day in its events say roughly how two clocks
+    differ. The store's versions say it for certain within bounds: version v is admitted during the push that
+    became it, and before every later version is. The estimate is the first, kept within the second.
+    """
+    return [log if k == 0 else _shifted(log, offset(logs[0], log)) for k, log in enumerate(logs)]
+
+
+def offset(reference: HostLog, other: HostLog) -> float:
+    """Seconds to add to the times of `other`, to be on the clock of `reference`."""
+    walls = [_wall(log.events) for log in (reference, other)]
+    guess = walls[1] - walls[0] if walls[0] is not None and walls[1] is not None else 0.0
+    low, high = _bounds(_admissions(reference.records), _admissions(other.records))
+    return (low + high) / 2 if low > high else min(max(guess, low), high)
+
+
+def _wall(events: Sequence[RunEvent]) -> float | None:
+    """The time of day at the clock's zero."""
+    return median(e.unix_seconds - e.monotonic_seconds for e in events) if events else None
+
+
+def _admissions(records: Sequence[StepRecord]) -> list[tuple[int, float, float]]:
+    """By version: after when it was admitted, and before when. In order of versions."""
+    found = []
+    for r in records:
+        if r.skipped or r.rejected or not r.sources or not r.spans:
+            continue
+        computed = [end for kind, _, end in r.spans if kind == "compute"]
+        if computed:
+            found.append((r.version, computed[-1], r.spans[-1][2]))
+    return sorted(found)
+
+
+def _bounds(
+    mine: Sequence[tuple[int, float, float]], other: Sequence[tuple[int, float, float]]
+) -> tuple[float, float]:
+    """The least and the greatest seconds to add to `other` so that no version comes before an earlier one."""
+    low = max((after - before for after, before in _pairs(mine, other)), default=-math.inf)
+    high = -max((after - before for after, before in _pairs(other, mine)), default=-math.inf)
+    return low, high
+
+
+def _pairs(
+    first: Sequence[tuple[int, float, float]], then: Sequence[tuple[int, float, float]]
+) -> list[tuple[float, float]]:
+    """For each version of `then`: the latest moment after which an earlier or equal one of `first` was
+    admitted, and the moment before which it was itself.
+    """
+    found, latest, k = [], -math.inf, 0
+    for version, _, before in then:
+        while k < len(first) and first[k][0] <= version:
+            latest = max(latest, first[k][1])
+            k += 1
+        if latest > -math.inf:
+            found.append((latest, before))
+    return found
+
+
+def _shifted(log: HostLog, seconds: float) -> HostLog:
+    records = [
+        msgspec.structs.replace(r, spans=[(k, b + seconds, e + seconds) for k, b, e in r.spans])
+        for r in log.records
+    ]
+    events = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + seconds) for e in log.events]
+    return replace(log, records=records, events=events)

@@ -6,21 +6,29 @@ import html
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
-from pyps.formats.records import StepRecord
+import numpy as np
+from numpy.typing import NDArray
+
+from pyps.formats.records import SpanKind, StepRecord, split_spans
 from pyps.formats.setup import RankSetup
-from pyps.report.charts import Series, bars, lanes_chart, line_chart, share_bar, stacked
+from pyps.report.charts import Bar, Series, bars, lanes_chart, line_chart, share_bar, stacked
+from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.run_data import RunData
-from pyps.report.steps import applied_steps, version_times
-from pyps.report.timeline import kinds_in, pieces_for, shares, window
-from pyps.report.turns import turns_chart
+from pyps.report.steps import applied_steps, between, pauses, version_times
 
 MOST_LANES = 64
 MOST_LINES = 16
 CLOSE_UP_STEPS = 10.0
 MOST_CLOSE_UP_SPANS = 2500
 POINTS = 240
+KINDS: tuple[SpanKind, ...] = ("compute", "data", "push", "pull", "skip", "wait")
+MOST_PIECES, LEAST_PIECES = 240, 24
+MOST_MARKS = 8000  # pieces of all ranks together, so that the page stays small
+CYCLES = 6.0  # of the ring, that are shown
+TURN_WIDTH = 0.006  # of the shown time: the least width of a mark
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ def sections(run: RunData) -> list[Section]:
         ("progress", "Samples against the plan", _progress),
         ("batches", "Batches", _batches),
         ("staleness", "Staleness", _staleness),
-        ("turns", "Turns, planned and taken", _turns),
+        ("turns", "Turns, planned and taken", turns_chart),
     )
     made = [Section(key, title, make(run)) for key, title, make in makers]
     return [section for section in made if section.body]
@@ -132,9 +140,12 @@ def _steps(run: RunData) -> str:
     """The time of a global batch, as the median of pieces of the run."""
     B, found = run.report.global_batch, []
     began, before = 0.0, 0
+    origin = origin_of([r for r in run.records if r.spans])
+    resumed = [event.monotonic_seconds for event in run.events if event.kind == "resumed"]
+    paused = [(a - origin, b - origin) for a, b in pauses(run.records, resumed)]
     for t, samples in _samples_over_time(run):
         if samples - before >= B:
-            found.append((t, 1e3 * (t - began) * B / (samples - before)))
+            found.append((t, 1e3 * between(began, t, paused) * B / (samples - before)))
             began, before = t, samples
     if len(found) < 3:
         return ""
@@ -203,10 +214,6 @@ def _staleness(run: RunData) -> str:
     return line_chart(series, "versions", height=160)
 
 
-def _turns(run: RunData) -> str:
-    return turns_chart(run)
-
-
 def _thinned(
     xs: Sequence[float], ys: Sequence[float], *, last: bool = False
 ) -> tuple[list[float], list[float]]:
@@ -214,3 +221,100 @@ def _thinned(
     size = -(-len(xs) // POINTS)
     groups = [slice(k, k + size) for k in range(0, len(xs), size)]
     return [xs[g][-1] for g in groups], [ys[g][-1] if last else float(median(ys[g])) for g in groups]
+
+
+def kinds_in(records: Sequence[StepRecord]) -> list[SpanKind]:
+    """The kinds of spans that there are, in the order in which they are shown."""
+    found = {kind for r in records for kind, begin, end in r.spans if end > begin}
+    return [kind for kind in KINDS if kind in found]
+
+
+def shares(
+    records: Sequence[StepRecord], begin: float, end: float, pieces: int
+) -> list[tuple[str, list[float]]]:
+    """Of one rank's steps, by kind: its share of each of `pieces` equal parts of the time; overlapped
+    transfers are left out.
+    """
+    edges = np.linspace(begin, end, pieces + 1)
+    spans = [span for r in records for span in split_spans(r)[0]]
+    found = []
+    for kind in KINDS:
+        mine = sorted((b, e) for name, b, e in spans if name == kind and e > b)
+        if mine:
+            covered = np.diff(_covered(np.array(mine), edges))
+            found.append((str(kind), [float(x) for x in covered / (edges[1] - edges[0])]))
+    return found
+
+
+def pieces_for(ranks: int) -> int:
+    """Into how many pieces a run of this many ranks is cut."""
+    return max(LEAST_PIECES, min(MOST_PIECES, MOST_MARKS // max(1, ranks)))
+
+
+def window(records: Sequence[StepRecord], begin: float, end: float) -> list[Bar]:
+    """Of one rank's steps, the spans that reach into a time window."""
+    found = []
+    for r in records:
+        if not r.spans or r.spans[-1][2] < begin or r.spans[0][1] > end:
+            continue
+        own, overlapped = split_spans(r)
+        for spans, below in ((own, False), (overlapped, True)):
+            for kind, b, e in spans:
+                what = (
+                    f"{kind} {(e - b) * 1e3:.1f} ms, step {r.step}, version {r.version}, {r.samples} samples"
+                )
+                found.append(Bar(kind, b, e, what, below))
+    return found
+
+
+def _covered(spans: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each time, the seconds before it that spans (begin, end), in order, cover."""
+    lengths = spans[:, 1] - spans[:, 0]
+    total = np.concatenate([[0.0], np.cumsum(lengths)])
+    before = np.searchsorted(spans[:, 0], times)
+    last = np.maximum(before - 1, 0)
+    inside = np.clip(times - spans[last, 0], 0.0, lengths[last])
+    return np.where(before > 0, total[last] + inside, 0.0)
+
+
+def turns_chart(run: RunData) -> str:
+    """A lane for each rank in the ring's order: its transfers, and below them when its turns were planned."""
+    schedule = run.setup.turns
+    pushes = [r for r in applied_steps(run.records) if r.spans]
+    names = {r.rank: f"{r.rank} {r.name}" for r in run.setup.ranks}
+    if schedule is None or set(schedule.order) != set(names) or len(pushes) < 2 * len(names):
+        return ""
+    period = sum(schedule.gaps_seconds)
+    first = next((r for r in pushes[len(pushes) // 2 :] if r.rank == schedule.order[0]), pushes[0])
+    begin = _begin(first)
+    end = min(begin + CYCLES * period, max(r.spans[-1][2] for r in pushes))
+    lanes = []
+    for rank, offset in zip(schedule.order, accumulate(schedule.gaps_seconds, initial=0.0), strict=False):
+        mine = [r for r in pushes if r.rank == rank]
+        least = TURN_WIDTH * (end - begin)
+        taken = [Bar("turn", t, max(r.spans[-1][2], t + least), _title(r)) for r in mine for t in [_begin(r)]]
+        times = [begin + offset + k * period for k in range(int(CYCLES) + 1)]
+        planned = [Bar("planned", t, t + least, "planned", overlapped=True) for t in times]
+        lanes.append((names[rank], bars(taken + planned, begin, end)))
+    origin = _begin(pushes[0])
+    summary = _summary(turns_report(schedule, pushes))
+    return summary + lanes_chart(lanes, begin - origin, end - origin, ("planned", "turn"))
+
+
+def _begin(record: StepRecord) -> float:
+    """When the transfer began: of the push, after the wait for the turn."""
+    return next((b for kind, b, _ in reversed(record.spans) if kind == "push"), record.spans[-1][1])
+
+
+def _title(record: StepRecord) -> str:
+    return f"version {record.version}, step {record.step}"
+
+
+def _summary(found: TurnsReport) -> str:
+    text = f"{found.turns - found.out_of_order:,} of {found.turns:,} turns followed the plan's order"
+    planned = f"the plan has {found.planned_gap_seconds * 1e3:,.1f} ms"
+    if found.gap_seconds is None:
+        return f"<p>{text}; {planned} from one turn to the next.</p>"
+    return (
+        f"<p>{text}. From one to the next it took {found.gap_seconds * 1e3:,.1f} ms (median); {planned}.</p>"
+    )

@@ -77,19 +77,24 @@ def iteration_times(
     return [b - a for a, b in pairwise(passed) if not any(a < begin <= b for begin in resumed)]
 
 
-def paused_seconds(records: Sequence[StepRecord], resumed: Sequence[float]) -> float:
-    """The time between two parts of a run: from the last step of one to the first of the next.
+def pauses(records: Sequence[StepRecord], resumed: Sequence[float]) -> list[tuple[float, float]]:
+    """When a run did not train between two parts: from the last step of one to the first of the next.
 
     resumed: when each later part began. With what stopped the part before, and the start of this one.
     """
     ends = sorted(r.spans[-1][2] for r in records if r.spans)
     begins = sorted(b for r in records for kind, b, _ in r.spans if kind == "compute")
-    paused = dict[float, float]()  # by where it begins: a part may have trained nothing
+    paused = dict[float, tuple[float, float]]()  # by where it begins: a part may have trained nothing
     for at in resumed:
         before, after = bisect_right(ends, at), bisect_left(begins, at)
         if before and after < len(begins):
-            paused[ends[before - 1]] = begins[after] - ends[before - 1]
-    return sum(paused.values())
+            paused[ends[before - 1]] = ends[before - 1], begins[after]
+    return sorted(paused.values())
+
+
+def between(begin: float, end: float, paused: Sequence[tuple[float, float]]) -> float:
+    """Seconds from `begin` to `end` without those of the pauses."""
+    return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in paused)
 
 
 def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:
@@ -130,8 +135,10 @@ def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:
     return begin, max((r.spans[-1][2] for r in records if r.spans), default=begin)
 
 
-def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> float:
-    """The time from `begin` to `end` that no step of one rank's records covers.
+def absent_seconds(
+    records: Sequence[StepRecord], begin: float, end: float, paused: Sequence[tuple[float, float]] = ()
+) -> float:
+    """The time from `begin` to `end`, without the run's pauses, that no step of one rank's records covers.
 
     Gaps of a few steps' length count as one does between two steps, and not as absence.
     """
@@ -140,7 +147,8 @@ def absent_seconds(records: Sequence[StepRecord], begin: float, end: float) -> f
     least = max(ABSENT_SECONDS, ABSENT_STEPS * usual)
     absent, reached = 0.0, begin
     for b, e in [*covered, (end, end)]:
-        absent += b - reached if b - reached > least else 0.0
+        gap = between(reached, max(b, reached), paused)
+        absent += gap if gap > least else 0.0
         reached = max(reached, e)
     return absent
 

@@ -19,7 +19,7 @@ from pyps.checkpoint.local_states import open_states
 from pyps.checkpoint.state import save
 from pyps.errors import InputError, LinkLost, PypsError, StoreError
 from pyps.native.status import Status
-from pyps.run.interval import interval_of
+from pyps.run.options import interval_of
 from pyps.run.ranks import with_split
 from pyps.run.spec import RunSpec
 

@@ -29,17 +29,15 @@ from pyps.errors import (
     SegmentNotFound,
     StoreError,
 )
-from pyps.formats.events import EventLog
+from pyps.formats.events import EventLog, read_undone
 from pyps.formats.records import record_path
-from pyps.formats.undone import read_undone
 from pyps.remote.address import is_address
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
-from pyps.run.process import RankProcess, WorkerProcess, end_processes
+from pyps.run.process import RankProcess, Restarts, WorkerProcess, end_processes
 from pyps.run.ranks import RankSpec
 from pyps.run.rebalance import RunRebalancer, present_ranks
-from pyps.run.restarts import Restarts
 from pyps.run.spec import RunSpec
 from pyps.run.store import RunStore
 from pyps.store.activity import StoreActivity, look

@@ -16,13 +16,21 @@ from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
 from pyps.remote.address import is_address
+from pyps.report.progress import OnProgress, Watch
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
+from pyps.report.steps import applied_steps
 from pyps.report.trace import make_trace
-from pyps.report.watch import OnProgress, Watch
+from pyps.run.before import Before
 from pyps.run.launcher import Launcher, OnLine, OnNotice, RunInterrupted, Start, TrainingFailed, start_here
 from pyps.run.options import RunOptions, StrPath
 from pyps.run.spec import RunSpec, prepare, write_setup
+from pyps.store.activity import StoreActivity
 from pyps.worker.agreement import check_agreed
+
+USED_UP = (
+    "no step was trained here: the store's samples were used up before these ranks could join, at version "
+    "{}; for a new run end its server first, or serve another name"
+)
 
 
 def run(
@@ -73,16 +81,35 @@ def run_prepared(
         folder = str(spec.run_dir / "tensorboard")
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]
         log = stack.enter_context(EventLog(spec.run_dir / EVENTS))
+        before = stack.enter_context(Before(spec.run_dir)) if spec.resumed.run_dir is not None else None
         undone = write_setup(spec) - spec.resumed.version
-        if undone > 0 and on_notice is not None and spec.resumed.path is not None and begins_anew:
-            versions = "version after it is" if undone == 1 else "versions after it are"
-            again = f"{undone:,} {versions} undone, and their samples trained again"
-            on_notice(f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}")
+        log.read_again()
+        if begins_anew and on_notice is not None and (notice := _where_it_goes_on(spec, undone)):
+            on_notice(notice)
         if options.resume is not None:
             log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
-        return launch(Launcher(spec, log, on_line, watch.tick, on_notice, start))
+
+        def tick(state: StoreActivity | None) -> None:
+            watch.tick(state)
+            if before is not None:
+                before.look()
+
+        return launch(Launcher(spec, log, on_line, tick, on_notice, start))
+
+
+def _where_it_goes_on(spec: RunSpec, undone: int) -> str:
+    """What a resumed run repeats; empty: nothing, or it is no resumed run."""
+    if spec.options.resume is None:
+        return ""
+    if spec.resumed.path is None:
+        return f"{spec.run_dir} has no checkpoint yet: the run begins again with its first sample"
+    if undone <= 0:
+        return ""
+    versions = "version after it is" if undone == 1 else "versions after it are"
+    again = f"{undone:,} {versions} undone, and their samples trained again"
+    return f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}"
 
 
 def _may_be_there(spec: RunSpec) -> bool:
@@ -118,8 +145,13 @@ def launch(launcher: Launcher) -> Report:
         error, ended = str(failure) or type(failure).__name__, failure
         raise
     finally:
-        log.write("ended", detail=outcome)
         records = read_run(spec.run_dir)
+        shared = is_address(
+            spec.store
+        )  # a store of this run's own is new, and a script need not keep records
+        if outcome == "finished" and shared and launcher.totals.versions and not applied_steps(records):
+            outcome, error = "failed", USED_UP.format(launcher.totals.versions)
+        log.write("ended", detail=outcome)
         report = make_report(spec.setup, records, log.events, launcher.totals, outcome, error)
         try:
             write_json(spec.run_dir / "trace.json", make_trace(spec.setup.ranks, records, log.events))
@@ -128,4 +160,6 @@ def launch(launcher: Launcher) -> Report:
             if ended is None:
                 raise TrainingFailed(f"trained to the end, but its report is not written: {full}") from None
             ended.add_note(f"no report written: {full}")
+    if outcome == "failed":
+        raise TrainingFailed(error)
     return report

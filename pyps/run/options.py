@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import options
 from pyps.formats.mode import FROM_PLAN
 from pyps.native.values import Codec
-from pyps.run.interval import interval_of
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions
 
 MAX_RESTARTS = 3
 CHECKPOINT_EVERY = "10m"
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+EVERY = re.compile(r"(\d{1,18})|(\d{1,9}(?:\.\d{1,9})?)([smh])")
 StrPath = str | os.PathLike[str]
 
 
@@ -76,4 +81,26 @@ def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
         raise InputError(where, f"options.{min(unknown)}", "an unknown option", expected)
     if "samples" not in values:
         raise InputError(where, "options.samples", "nothing", "the samples of the run")
+    for name, kind, _ in options.declared(RunOptions):
+        if (value := values.get(name)) is not None:
+            try:
+                msgspec.convert(value, str if kind is Path else kind)
+            except msgspec.ValidationError as error:
+                raise InputError(where, f"options.{name}", repr(value)[:60], str(error)) from None
     return RunOptions(**values)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number of versions, or of seconds; neither: never."""
+
+    versions: int = 0
+    seconds: float = 0.0
+
+
+def interval_of(every: int | str, field: str) -> Interval:
+    """500 or "500": versions; "30s", "5m", "2h": a time; 0: never. Raises InputError, naming the field."""
+    match = EVERY.fullmatch(str(every))
+    if match is None:
+        raise InputError(field, "", repr(every), "a number of versions (500) or a time (30s, 5m, 2h)")
+    return Interval(int(match[1])) if match[1] else Interval(seconds=float(match[2]) * SECONDS[match[3]])

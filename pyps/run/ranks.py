@@ -19,11 +19,11 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.native.values import CostModel
 from pyps.profiler.fit import fit_points, predict_seconds
 from pyps.profiler.select import fit_of
+from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table
+from pyps.solver.links import stated_links
 from pyps.solver.online.prior import prior_of
-from pyps.solver.plan import even_batches
 from pyps.solver.systems.r2sp import r2sp_schedule
-from pyps.solver.wire import stated_links
 from pyps.worker.settings import ThrottleSpec
 
 SAME_COST = 1e-3  # relative: fits of the same points on unlike machines

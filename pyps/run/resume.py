@@ -19,14 +19,17 @@ from pyps import native
 from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_folder
 from pyps.errors import Busy, InputError, SegmentNotFound
 from pyps.formats.checkpoint import Checkpoint
-from pyps.formats.events import RunEvent, read_events
+from pyps.formats.events import EVENTS, EventLog, RunEvent, read_events
 from pyps.formats.files import write_lines
 from pyps.formats.records import StepRecord, read_records
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.remote.address import is_address
 from pyps.report.report import REPORT, read_report
+from pyps.run.before import BEFORE, put_back
+from pyps.worker.epochs import drop_undone_epochs
 
 SAME_CLOCK_SECONDS = 60.0  # a time of day is corrected by less than that
+OTHERS = 0o022  # write permissions of the group and of all
 DEATH_SECONDS = 15.0  # in which the workers of a launcher that was killed end
 
 
@@ -53,6 +56,7 @@ def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
     Raises InputError.
     """
     given = Path(resume).absolute()
+    _settle(given)
     run_dir = given if (given / SETUP_FILE).exists() else None
     path = newest_checkpoint(given) if run_dir is not None else find_checkpoint(given)
     return Resumed(run_dir, path, verify_folder(path) if path is not None else None)
@@ -63,8 +67,11 @@ def check_unfinished(resumed: Resumed, samples: int) -> None:
     run_dir, checkpoint = resumed.run_dir, resumed.checkpoint
     if not samples or checkpoint is None or (run_dir is not None and not _has_ended(run_dir)):
         return
-    left = sum(count for _, count in checkpoint.state.get("ranges", ()))
-    trained = checkpoint.state.get("samples_assigned", 0) - left
+    try:
+        left = sum(count for _, count in checkpoint.state.get("ranges", ()))
+        trained = int(checkpoint.state.get("samples_assigned", 0) - left)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(resumed.path), "state", str(error), "that of a store") from None
     if trained >= samples:
         found = f"{samples:,}: this run has finished ({trained:,} of {samples:,} samples)"
         raise InputError(str(run_dir or resumed.path), "samples", found, "more --samples, or --epochs")
@@ -80,10 +87,24 @@ def _has_ended(run_dir: Path) -> bool:
 def run_of(resume: str | os.PathLike[str]) -> Path | None:
     """The folder of the run that a checkpoint, or the folder itself, belongs to; None if it is elsewhere."""
     given = Path(resume).absolute()
-    for folder in (given, given.parent, given.parent.parent, given.resolve().parent.parent):
+    for folder in (given, given.parent, given.parent.parent, Path(os.path.realpath(given)).parent.parent):
         if (folder / SETUP_FILE).exists():
+            _settle(folder)
             return folder
     return None
+
+
+def _settle(run_dir: Path) -> None:
+    """Undo a start that was killed before it had trained. Raises InputError while it may still train."""
+    if (run_dir / BEFORE).is_dir():
+        with EventLog(run_dir / EVENTS):
+            put_back(run_dir)
+
+
+def is_own(run_dir: Path) -> bool:
+    """Whether only this user may write to a run's folder and its run.json."""
+    found = [os.stat(path) for path in (run_dir, run_dir / SETUP_FILE)]
+    return all(one.st_uid == os.geteuid() and not one.st_mode & OTHERS for one in found)
 
 
 def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
@@ -101,9 +122,10 @@ def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
         last = max([last, *(record.version for record in records)])
         kept = (record for record in records if version is None or record.version <= version)
         write_lines(path, [_moved(record, shift) for record in kept])
+    drop_undone_epochs(run_dir, version)
     if shift:
         moved = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + shift) for e in before]
-        write_lines(events, moved)
+        events.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in moved))  # its lock is held
     return last
 
 

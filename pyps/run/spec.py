@@ -15,9 +15,9 @@ from pathlib import Path
 from pyps.errors import InputError
 from pyps.formats import Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
-from pyps.formats.files import encode
+from pyps.formats.files import encode, read_text
+from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
-from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import CostModel
 from pyps.remote import open_store
 from pyps.remote.address import is_address, parse_servers
@@ -31,7 +31,14 @@ from pyps.run.ranks import (
     rank_specs,
     throttles,
 )
-from pyps.run.resume import Resumed, check_unfinished, continue_folder, find_resumed, run_of
+from pyps.run.resume import (
+    Resumed,
+    check_unfinished,
+    continue_folder,
+    find_resumed,
+    is_own,
+    run_of,
+)
 from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.mode import RankMode, departures, launched_mode, launched_policy
@@ -40,6 +47,7 @@ from pyps.worker.settings import STAGING_BUFFERS, Settings
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)
 PLAN = "plan.json"
+OWN_FOLDER = 0o755  # what a resume starts stands in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,7 @@ class RunSpec:
             ranks=tuple(ranks),
             turns=self.turns,
             plan_digest=_digest(self.plan),
+            cpus=len(os.sched_getaffinity(0)),
             folder=self.folder,
             options=options_to_json(self.options),
         )
@@ -205,7 +214,7 @@ def _folder(script: StrPath, resume: StrPath | None) -> str:
     """Where the processes start: here, or where those of the resumed run did, if it is the same script."""
     if resume is not None and (run_dir := run_of(resume)) is not None:
         before = read_setup(run_dir)
-        if before.script == os.path.abspath(script) and os.path.isdir(before.folder):
+        if before.script == os.path.abspath(script) and is_own(run_dir) and os.path.isdir(before.folder):
             return before.folder
     return os.getcwd()
 
@@ -252,7 +261,7 @@ def _check_unchanged(run_dir: Path | None, saved: Plan) -> None:
     if run_dir is None or not (path := run_dir / PLAN).exists():
         return
     began, found = read_setup(run_dir).plan_digest, _digest(read_plan(path))
-    as_written = hashlib.sha256(path.read_bytes()).hexdigest()  # by a version with other fields
+    as_written = hashlib.sha256(read_text(path).encode()).hexdigest()  # by a version with other fields
     if began and began not in (found, as_written) and found != _digest(saved):
         expected = f"--plan {path} to go on with the changed plan, or no file there to go on with the old one"
         raise InputError(str(path), "", "a plan that was changed since the run began", expected)
@@ -289,12 +298,14 @@ def _make_run_folder(run_dir: StrPath | None, resumed: Resumed) -> Path:
     default = f"pyps-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(run_dir if run_dir is not None else resumed.run_dir or default).absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(OWN_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("run_dir", "", f"{folder}: {error.strerror}", "a folder to write to") from None
-    if resumed.run_dir is not None and folder.resolve() != resumed.run_dir.resolve():
+    if resumed.run_dir is not None and os.path.realpath(folder) != os.path.realpath(resumed.run_dir):
         expected = f"{resumed.run_dir}, which is resumed; one of its checkpoints can begin a new run"
         raise InputError("run_dir", "", str(folder), expected)
     if resumed.run_dir is None and (folder / SETUP_FILE).exists():
-        raise InputError("run_dir", "", f"{folder}, which holds a run", "a folder without one, or resume")
+        raise InputError(
+            "run_dir", "", f"{folder}, which holds a run", f"a folder without one, or --resume {folder}"
+        )
     return folder

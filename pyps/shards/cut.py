@@ -21,7 +21,7 @@ from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
 from pyps.native.status import RankCounters
 from pyps.native.values import Agreement, Codec, Config, Flat, Layout, PolicyParams, Tensor
-from pyps.store.marks import mark, run_and_servers
+from pyps.store.marks import mark, run_and_servers, sealed
 from pyps.store.policies import policy_named
 
 CHUNK_PARAMS = 32768  # as in csrc/store/geometry.c
@@ -62,9 +62,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model over several servers. `run` tells one from another of the same name."""
+    """A model over several servers. `run` tells one from another of the same name. seal: of its shards, for
+    their maker; empty for others (pyps.store.marks).
+    """
 
     run: int
+    seal: bytes
     tensors: tuple[Tensor, ...]
     spans: tuple[GroupSpan, ...]
     shards: tuple[Shard, ...]
@@ -91,7 +94,7 @@ class Cut:
         )
 
 
-def cut(run: int, tensors: Sequence[Tensor], chunk_params: int, servers: int) -> Cut:
+def cut(run: int, tensors: Sequence[Tensor], chunk_params: int, servers: int, seal: bytes = b"") -> Cut:
     """Cut a model into as many shards as there are servers. Raises InvalidArgument if it is too small."""
     size = chunk_params or CHUNK_PARAMS
     if size % BLOCK:
@@ -103,7 +106,7 @@ def cut(run: int, tensors: Sequence[Tensor], chunk_params: int, servers: int) ->
         raise InvalidArgument("create", f"tensors: {found}; expected one a server, or smaller chunk_params")
     edges = [size * (chunks * k // servers) for k in range(servers + 1)]
     shards = tuple(_shard(spans, a, b) for a, b in pairwise(edges))
-    return Cut(run, placed, spans, shards, size)
+    return Cut(run, seal, placed, spans, shards, size)
 
 
 def _place(tensors: Sequence[Tensor], chunk_params: int) -> tuple[tuple[Tensor, ...], tuple[GroupSpan, ...]]:
@@ -150,7 +153,7 @@ def head_tensors(whole: Cut) -> tuple[Tensor, ...]:
             raise InvalidArgument("create", f"tensors[{tensor.name[:80]!r}]: found {found}")
     described = [Tensor(t.name, (0, *t.shape), t.group, averaged=t.averaged) for t in whole.tensors]
     marks = [
-        Tensor(mark(whole.run, len(whole.shards), g), (1,), g, averaged=span.averaged)
+        Tensor(mark(whole.run, len(whole.shards), sealed(whole.seal), g), (1,), g, averaged=span.averaged)
         for g, span in enumerate(whole.spans)
     ]
     return (*described, *marks)
@@ -230,7 +233,7 @@ def shard_config(whole: Cut, shard: Shard, config: Config, flat: Flat) -> Config
 
 def _shard_tensors(whole: Cut, shard: Shard) -> tuple[Tensor, ...]:
     return tuple(
-        Tensor(mark(whole.run, len(whole.shards), group), (count,), k, averaged=averaged)
+        Tensor(mark(whole.run, len(whole.shards), whole.seal, group), (count,), k, averaged=averaged)
         for k, (group, (_, count), averaged) in enumerate(
             zip(shard.groups, shard.parts, shard.averaged, strict=True)
         )

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from pyps.errors import InvalidArgument, StoreClosed
+from pyps.errors import InvalidArgument, StoreClosed, TimedOut
 from pyps.native.local import LocalBackend
 from pyps.native.values import NO_TAG, Role, Tag
+from pyps.shards.proofs import proofs, same
 from pyps.shards.verbs import Following, LogEntry, LogKind
-from pyps.store.marks import run_and_servers
+from pyps.store.marks import run_and_servers, seal_of, sealed
 
 KEPT_ENTRIES = 1 << 14
 FEW_ENTRIES = 256  # in one answer
@@ -30,14 +31,16 @@ PULL_TRIES = 1000
 class Decisions(Protocol):
     """A log, here or at the first server."""
 
-    def follow(self, run: int, version: int) -> Following:
-        """Where to read on from a version.
+    def follow(self, seal: bytes, index: int, version: int) -> Following:
+        """Where shard `index` reads on from a version.
 
-        Raises InvalidArgument for another run, or a version that the log does not reach back to.
+        Raises InvalidArgument for another model's seal, or a version that the log does not reach back to.
         """
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
-        """Those from an index on, in order; none if there are none within the timeout."""
+        """Those from an index on, in order; none if there are none within the timeout. Raises TimedOut where
+        the log does not reach back so far: follow it again.
+        """
 
 
 class DecisionLog:
@@ -53,6 +56,8 @@ class DecisionLog:
             self._head.close()
             raise InvalidArgument("decisions", f"store {store!r}: found one that is on a single server")
         self.run, self.servers = marked
+        self.tensors = self._head.tensors
+        self._sealed = seal_of(self.tensors)
         members = self._head.members()
         # A segment's ids of members are never used again, so no client of an earlier server has one of these
         # numbers. A segment of another run may have the same ids: shards are asked by their run.
@@ -62,7 +67,7 @@ class DecisionLog:
         self._closed = False
         self._entries: deque[LogEntry] = deque()
         self._base = 0  # index of the first
-        self._live: set[int] = set()
+        self._live: dict[int, tuple[bytes, ...]] = {}  # the clients, with their proofs
         self._ticketed: dict[int, int] = {}  # by client: its last push that has a ticket
         self.version = self._head.status().version
         self._first = self.version + 1  # the first version whose ticket is known
@@ -92,12 +97,16 @@ class DecisionLog:
     def closed(self) -> bool:
         return self._closed
 
-    def enter(self) -> int:
-        """A new client's number."""
+    def knows(self, seal: bytes) -> bool:
+        """Whether this is the model's seal."""
+        return same(sealed(seal), self._sealed)
+
+    def enter(self, session: bytes) -> int:
+        """A new number for the client of this session."""
         with self._changed:
             client, self._next_client = self._next_client, self._next_client + 1
-            self._live.add(client)
-            self._add(LogEntry(LogKind.ENTER, (client, 0)))
+            self._live[client] = known = proofs(session, self.servers)
+            self._add(LogEntry(LogKind.ENTER, (client, 0), proofs=known))
             return client
 
     def end(self, client: int) -> None:
@@ -105,7 +114,7 @@ class DecisionLog:
         with self._changed:
             if client in self._live and not self._closed:
                 self._log_tickets()
-                self._live.discard(client)
+                del self._live[client]
                 self._ticketed.pop(client, None)
                 self._add(LogEntry(LogKind.END, (client, 0)))
 
@@ -133,23 +142,23 @@ class DecisionLog:
             self._add(LogEntry(kind, tag))
             return self.version
 
-    def follow(self, run: int, version: int) -> Following:
+    def follow(self, seal: bytes, index: int, version: int) -> Following:
         """See Decisions."""
         with self._changed:
             self._check_open()
-            if run != self.run:
-                found = f"run: found {run:016x}; the store at the first server is of {self.run:016x}"
+            if not self.knows(seal) or not index < self.servers:
+                found = f"found another model's seal, or index {index}; expected a shard of {self.run:016x}"
                 raise InvalidArgument("follow", found)
             self._log_tickets()
             if not self._first - 1 <= version <= self.version:
                 known = f"expected {self._first - 1} to {self.version}: start again from a checkpoint"
                 raise InvalidArgument("follow", f"version: found {version}; {known}")
-            index = self._base
+            first = self._base
             for k, entry in enumerate(self._entries, self._base):
                 if entry.ticket is not None and entry.ticket.version <= version:
-                    index = k + 1
+                    first = k + 1
             end, newest = self._base + len(self._entries), self._next_client - 1
-            return Following(index, end, sorted(self._live), self._id, newest)
+            return Following(first, end, dict(self._live), self._id, newest)
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
         """See Decisions."""
@@ -161,7 +170,7 @@ class DecisionLog:
                 self._changed.wait(left)
             self._check_open()
             if index < self._base:
-                raise InvalidArgument("entries", f"index: found {index}; expected at least {self._base}")
+                raise TimedOut("entries", f"index: found {index}; expected at least {self._base}")
             first = index - self._base
             return [self._entries[k] for k in range(first, min(first + FEW_ENTRIES, len(self._entries)))]
 

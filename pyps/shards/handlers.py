@@ -22,7 +22,7 @@ from pyps.native.state import StateHeader
 from pyps.native.values import Codec, Encoding, Layout, PushRequest, PushResult, Tag
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames
-from pyps.remote.site import Site
+from pyps.remote.site import Site, Whose
 from pyps.remote.verbs import Arrays, Caller
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferReply
 from pyps.shards import verbs
@@ -39,12 +39,13 @@ MAX_ENTRIES_SECONDS = 1.0
 class HeadSession:
     """A client's calls to the head, on its session's handle of the head's store. Not thread-safe."""
 
-    def __init__(self, host: ShardHost) -> None:
-        self._host = host
+    def __init__(self, host: ShardHost, whose: Whose) -> None:
+        self._host, self._whose = host, whose
         self._client: int | None = None
         self._log: DecisionLog | None = None  # that the client has entered
         self._staging: int | None = None  # handed out and not pushed
         self._transfers = Transfers()
+        self._last = 0  # push that was decided, by its number
         self.unfinished: int | None = None  # the run whose shards the client makes
 
     def created(self) -> None:
@@ -66,7 +67,7 @@ class HeadSession:
         """The session leaves the store, or begins anew: what it staged will not be pushed."""
         client, self._client = self._client, None
         log, self._log = self._log, None
-        self._staging = None
+        self._staging, self._last = None, 0
         self._transfers.begin_again()
         if client is not None and log is not None:
             log.end(client)
@@ -74,7 +75,7 @@ class HeadSession:
     def enter(self) -> int:
         self.forget()
         self._log = self._host.log
-        self._client = self._log.enter()
+        self._client = self._log.enter(self._whose.session)
         return self._client
 
     def check(self) -> None:
@@ -109,12 +110,17 @@ class HeadSession:
         if transfer:
             error = StoreError("push", "an earlier transfer failed: a server did not take its part")
             self._transfers.fail(error)
-        log.settle(tag)
+        if seq > self._last:  # else it was decided
+            self._last = seq
+            log.settle(tag)
 
     def commit(self, store: LocalBackend, header: CommitHeader) -> CommitReply:
         """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
+        pushes = header.push is not None and header.push.samples > 0
         log, tag = self._reading(header.seq) if header.push is None else self._entered(header.seq)
         layout = store.layout
+        if pushes:
+            self._check_push(tag, header)
 
         def limit() -> None:
             if header.max_samples is not None:
@@ -149,8 +155,15 @@ class HeadSession:
                     raise
                 return CommitReply(tag[0], TransferReply(result, (), None, 0.0))
         finally:
-            if header.push is not None and header.push.samples:
+            if pushes:
                 log.settle(tag)
+
+    def _check_push(self, tag: Tag, header: CommitHeader) -> None:
+        """Raise InvalidArgument unless all shards have its parts, and nothing was decided on it yet."""
+        if header.seq <= self._last:
+            raise InvalidArgument("push", f"seq: found {header.seq}; expected one after {self._last}")
+        self._host.check_receipts(tag, header.receipts)
+        self._last = header.seq
 
     def _pushed(self, store: LocalBackend, layout: Layout, header: PushHeader, tag: Tag) -> PushResult:
         """Push zeros to the head: its decision is that of the whole."""
@@ -186,16 +199,20 @@ class ShardSession:
     """One session's calls, by their verbs. store: gives its handle of the head's store."""
 
     def __init__(
-        self, host: ShardHost, site: Site, store: Callable[[], LocalBackend], caller: Caller
+        self, host: ShardHost, site: Site, whose: Whose, store: Callable[[], LocalBackend], past: int | None
     ) -> None:
-        self.head = HeadSession(host)
-        self._host, self._site, self._store = host, site, store
-        self._follows = bool(caller & Caller.SERVER)
+        self.head = HeadSession(host, whose)
+        self._host, self._site, self._whose, self._store = host, site, whose, store
+        self.past = past  # the shard whose server this is
 
     @property
     def caller(self) -> Caller:
-        found = Caller.SERVER if self._follows else Caller(0)
+        found = Caller(0) if self.past is None else Caller.SERVER
         return found | Caller.CREATOR if self.head.unfinished is not None else found
+
+    @property
+    def layout(self) -> Layout:
+        return self._host.shard.layout
 
     def check(self) -> None:
         self.head.check()
@@ -236,19 +253,23 @@ class ShardSession:
         return self.head.pin_state(self._store(), seq, timeout)
 
     @HANDLERS.plain(verbs.FOLLOW)
-    def follow(self, run: int, version: int) -> Following:
-        found = self._host.log.follow(run, version)
-        self._follows = True
+    def follow(self, seal: bytes, index: int, version: int) -> Following:
+        found = self._host.log.follow(seal, index, version)
+        self.past = index
+        self._host.note_read(index)
         return found
 
     @HANDLERS.plain(verbs.ENTRIES)
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
+        if self.past is not None:
+            self._host.note_read(self.past)
         return self._host.log.entries(index, min(timeout, MAX_ENTRIES_SECONDS))
 
     @HANDLERS.plain(verbs.REMOVE_HEAD)
     def remove_head(self, protocol: int, name: str, run: int) -> None:
         """For a run that goes on from a checkpoint, since a shard of this one is lost."""
         self._check_caller(protocol, name)
+        self._host.await_lost(run, self._site.client_timeout_seconds)
         self._host.remove_head(run)
 
     @HANDLERS.plain(verbs.OFFER_SHARD)
@@ -292,16 +313,15 @@ class ShardSession:
         return shard
 
     @HANDLERS.bulk(verbs.STAGE)
-    def stage(self, numbers: Frames, run: int, tag: Tag, header: PushHeader) -> tuple[None, Arrays]:
-        self._shard_of(run).stage(tag, header, numbers)
-        return None, ()
+    def stage(self, numbers: Frames, run: int, tag: Tag, header: PushHeader) -> tuple[bytes, Arrays]:
+        return self._shard_of(run).stage(self._whose.session, tag, header, numbers), ()
 
     @HANDLERS.bulk(verbs.PULL_PINNED)
     def pull_pinned(
         self, numbers: Frames, run: int, tag: Tag, codec: Codec, timeout: float
     ) -> tuple[None, Arrays]:
         shard = self._shard_of(run)
-        flat = shard.pinned(tag, timeout).flat
+        flat = shard.pinned(self._whose.session, tag, timeout).flat
         if codec is Codec.F32:
             return None, (flat,)
         trained = shard.layout.trained_elements
@@ -312,7 +332,7 @@ class ShardSession:
     def read_pinned(
         self, numbers: Frames, run: int, tag: Tag, states: int, timeout: float
     ) -> tuple[None, Arrays]:
-        kept = self._shard_of(run).pinned(tag, timeout)
+        kept = self._shard_of(run).pinned(self._whose.session, tag, timeout)
         if kept.steps is None or states not in (0, len(kept.states)):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {len(kept.states)}")
         return None, (kept.flat, *kept.states[:states], kept.steps)
@@ -324,7 +344,6 @@ class ShardSession:
             raise SegmentNotFound("open", f"store: found {name[:80]!r}; this server's is another")
 
     def _opened(self) -> OpenReply:
+        """Without its tensors: the model's seal is in their names."""
         shard, site = self._host.shard, self._site
-        return OpenReply(
-            site.server, site.client_timeout_seconds, shard.layout, shard.tensors, shard.policy_params
-        )
+        return OpenReply(site.server, site.client_timeout_seconds, shard.layout, (), shard.policy_params)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from pyps import native
-from pyps.errors import Busy, InvalidArgument, LinkLost, SegmentNotFound, StoreClosed, StoreError, TimedOut
+from pyps.errors import (
+    Busy,
+    InvalidArgument,
+    LinkLost,
+    LinkRefused,
+    SegmentExists,
+    SegmentNotFound,
+    StoreClosed,
+    StoreError,
+    TimedOut,
+)
+from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
-from pyps.native.values import Config, Layout
+from pyps.native.values import Config, Layout, Tag, Tensor
 from pyps.remote.address import parse_address
 from pyps.remote.client import Client
 from pyps.remote.site import Home
 from pyps.remote.verbs import HELLO
 from pyps.remote.wire import PROTOCOL
 from pyps.shards.decisions import DecisionLog, Decisions
+from pyps.shards.proofs import receipt, same
 from pyps.shards.shard import ShardStore, create_shard
 from pyps.shards.verbs import ENTRIES, FOLLOW, Following, LogEntry
-from pyps.store.marks import run_and_servers
+from pyps.store.marks import run_and_servers, seal_of, sealed
 from pyps.store.segments import PREFIX, SHARD, STAGED, folder, shard_name
+
+LOOK_SECONDS = 0.05  # between two looks for a lost shard
 
 
 class ShardHost:
@@ -36,6 +51,7 @@ class ShardHost:
         self._lock = threading.Lock()
         self._log: DecisionLog | None = None
         self._shard: ShardStore | None = None
+        self._read_at: dict[int, float] = {}  # when each other server last read the log
         self._closed = False
 
     def open_existing(self) -> None:
@@ -67,12 +83,41 @@ class ShardHost:
             if marked is not None and self._log is None and not self._closed:
                 self._log = DecisionLog(self._store)
 
+    def note_read(self, index: int) -> None:
+        """The server of shard `index` reads the log, as each does several times a second."""
+        self._read_at[index] = time.monotonic()
+
+    def check_receipts(self, tag: Tag, receipts: tuple[bytes, ...]) -> None:
+        """Raise InvalidArgument unless these are those of all shards for their parts of a gradient."""
+        shard = self.shard
+        expected = [receipt(shard.seal, index, tag) for index in range(shard.servers)]
+        if len(receipts) != len(expected) or not all(map(same, receipts, expected)):
+            found = f"receipts: found {len(receipts)}, or wrong ones"
+            raise InvalidArgument("push", f"{found}; expected those of all {len(expected)} servers")
+
+    def await_lost(self, run: int, seconds: float) -> None:
+        """Wait so long for each shard to read the log. Raises InvalidArgument once all have."""
+        began, log = time.monotonic(), self._log_of(run)
+        while self._shard is None or self._shard.fault is not None or self._readers(began) < log.servers - 1:
+            if time.monotonic() >= began + seconds:
+                return
+            check_waits()
+            time.sleep(LOOK_SECONDS)
+        raise InvalidArgument("remove", f"found all {log.servers} shards; expected one that is lost")
+
+    def _readers(self, since: float) -> int:
+        """How many other servers have read the log since then."""
+        return sum(at >= since for at in list(self._read_at.values()))
+
+    def _log_of(self, run: int) -> DecisionLog:
+        if self._log is None or self._log.run != run:
+            raise InvalidArgument("remove", f"store {self._store!r}: found no head of run {run:016x}")
+        return self._log
+
     def remove_head(self, run: int) -> None:
         """Raises InvalidArgument unless the head is of this run. Its clients' calls fail from now on."""
         with self._lock:
-            if self._log is None or self._log.run != run:
-                raise InvalidArgument("remove", f"store {self._store!r}: found no head of run {run:016x}")
-            self._log.close()
+            self._log_of(run).close()
             self._log = None
             native.unlink(self._store, force=True)
 
@@ -107,21 +152,36 @@ class ShardHost:
         if marked is None or not index < marked[1]:
             raise InvalidArgument("create", f"index: found {index}; expected a shard's, and its tensors")
         self.check_place(index)
+        self._check_seal(seal_of(config.tensors))
         name = shard_name(self._store, index, marked[1])
         with self._lock:
             if self._closed:
                 raise LinkLost("create", "the server is ending")
-            if self._shard is not None:  # of an earlier run: who makes a shard has made this run's head
+            if self._shard is not None and self._shard.run == marked[0] and self._shard.fault is None:
+                raise SegmentExists("create", f"{name!r}: found it here")
+            if self._shard is not None:  # of an earlier run
                 self._shard.close(remove=True)
                 self._shard = None
             create_shard(name, config, state)
         self._open_shard(name)
         return self.shard
 
+    def _check_seal(self, seal: bytes) -> None:
+        """Raise InvalidArgument unless it is that of the head, which the shards' maker has made."""
+        tensors: Sequence[Tensor] = ()
+        if self._home is not None:
+            tensors = head_tensors(self._home)
+        elif self._log is not None:
+            tensors = self._log.tensors
+        if not same(seal_of(tensors), sealed(seal)):
+            raise InvalidArgument("create", "found a shard of another model than the first server's")
+
     def _open_shard(self, name: str) -> None:
         source = HomeLog(self) if self._home is None else FarLog(self._home)
         with self._lock:
-            self._shard = ShardStore(name, source)
+            found = SHARD.fullmatch(name)
+            assert found is not None
+            self._shard = ShardStore(name, int(found["index"]), source)
             self._opened(self._shard.layout)
 
     def close(self, remove: bool) -> None:
@@ -158,14 +218,26 @@ class _Local:
     def __init__(self, log: DecisionLog) -> None:
         self._log = log
 
-    def follow(self, run: int, version: int) -> Following:
-        return self._log.follow(run, version)
+    def follow(self, seal: bytes, index: int, version: int) -> Following:
+        return self._log.follow(seal, index, version)
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
         try:
             return self._log.entries(index, timeout)
         except StoreClosed as error:
             raise LinkLost("decisions", str(error)) from None
+
+
+def head_tensors(home: Home) -> tuple[Tensor, ...]:
+    """Those of the store at the first server. Raises StoreError where that cannot be asked."""
+    address = parse_address(home if isinstance(home, str) else home())
+    client = Client(address)
+    try:
+        return client.call(HELLO(PROTOCOL, address.store)).tensors
+    except (LinkLost, LinkRefused) as error:  # to the caller it is not its own link
+        raise StoreError("create", f"the first server: {error}") from None
+    finally:
+        client.close()
 
 
 class FarLog:
@@ -213,8 +285,8 @@ class _Far:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def follow(self, run: int, version: int) -> Following:
-        return self._client.call(FOLLOW(run, version))
+    def follow(self, seal: bytes, index: int, version: int) -> Following:
+        return self._client.call(FOLLOW(seal, index, version))
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
         return self._client.call(ENTRIES(index, timeout))

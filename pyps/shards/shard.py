@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,18 +31,21 @@ from pyps.errors import (
     PypsError,
     StoreError,
     TimedOut,
+    shown,
 )
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
 from pyps.remote.framing import Frames, check_size, from_frames
+from pyps.remote.memory import memory_share
 from pyps.remote.wire import PushHeader
 from pyps.shards.cut import SCALE_BLOCK
 from pyps.shards.decisions import Decisions
+from pyps.shards.proofs import proof, receipt, same
 from pyps.shards.staged import StagedFile, StagedGradients
 from pyps.shards.verbs import LogEntry, LogKind
 from pyps.store.codec import encoded_vector_bytes
-from pyps.store.marks import run_and_servers
+from pyps.store.marks import run_and_servers, seal_of
 from pyps.store.segments import staged_paths
 
 MAX_STAGED = 16  # gradients of one client that wait for a decision
@@ -63,7 +67,7 @@ class LogSource(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pinned:
     """One version of a shard: parameters, and if asked for the optimizer's vectors and steps a chunk."""
 
@@ -71,6 +75,10 @@ class Pinned:
     flat: Flat
     states: tuple[Flat, ...] = ()
     steps: NDArray[np.float64] | None = None
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return (self.flat, *self.states) if self.steps is None else (self.flat, *self.states, self.steps)
 
 
 def create_shard(name: str, config: Config, state: StoreState | None) -> None:
@@ -83,8 +91,8 @@ def create_shard(name: str, config: Config, state: StoreState | None) -> None:
 class ShardStore:
     """The shard of this name, open in this server."""
 
-    def __init__(self, name: str, source: LogSource) -> None:
-        self.name = name
+    def __init__(self, name: str, index: int, source: LogSource) -> None:
+        self.name, self.index = name, index
         self._source = source
         self._applier = LocalBackend.open(name)
         try:
@@ -102,12 +110,14 @@ class ShardStore:
             self._applier.close()
             raise
         self.run, self.servers = marked
+        self.seal = seal_of(self.tensors)
         self.version = self._applier.status().version
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}
+        self.most_pinned = memory_share()  # bytes
         self._log = self._index = 0  # the log that was read last, and how far
-        self._live: set[int] = set()  # the log's clients, and the newest that it has had
+        self._live: dict[int, tuple[bytes, ...]] = {}  # the log's clients, and the newest that it has had
         self._newest = 0
         self.fault: PypsError | None = None  # for clients: their calls fail, and none may open the shard
         self._closed = False
@@ -132,27 +142,29 @@ class ShardStore:
             with suppress(StoreError):
                 native.unlink(self.name, force=True)
 
-    def stage(self, tag: Tag, header: PushHeader, numbers: Frames) -> None:
-        """Keep a gradient until it is decided on. Raises InvalidArgument, NotFinite, OutOfSpace, TimedOut.
+    def stage(self, session: bytes, tag: Tag, header: PushHeader, numbers: Frames) -> bytes:
+        """Keep a gradient until it is decided on; a receipt of it. session: the caller's.
 
-        Raises Fenced for a client that has left the first server: nothing says when its gradient can go.
+        Raises InvalidArgument, NotFinite, OutOfSpace, TimedOut, and Fenced for a client that has left the
+        first server: nothing says when its gradient can go.
         """
         self._check_header(header)
         size = encoded_vector_bytes(header.encoding.codec, self.layout)
         check_size("push", numbers, size)
-        with self._place_of(tag[0]) as file:
+        with self._place_of(session, tag[0]) as file:
             file.fill(tag, header, size, lambda out: from_frames("push", numbers, out))
             try:
                 self._check_finite(header, file.numbers)
             except NotFinite:
                 file.clear()
                 raise
+        return receipt(self.seal, self.index, tag)
 
     @contextmanager
-    def _place_of(self, client: int) -> Iterator[StagedFile]:
+    def _place_of(self, session: bytes, client: int) -> Iterator[StagedFile]:
         deadline = time.monotonic() + WAIT_SECONDS
         with self._changed:
-            self._wait("push", deadline, lambda: self._may_stage(client))
+            self._wait("push", deadline, lambda: self._may_stage(session, client))
             self._filling[client] = self._filling.get(client, 0) + 1
             file = self._staged.free()
         try:
@@ -167,16 +179,21 @@ class ShardStore:
                 self._staged.give_back(file)
                 self._changed.notify_all()
         with self._changed:
-            self._is_there("push", client)
+            self._is_there("push", session, client)
 
-    def _may_stage(self, client: int) -> bool:
-        return self._is_there("push", client) and self._held_by(client) < MAX_STAGED
+    def _may_stage(self, session: bytes, client: int) -> bool:
+        return self._is_there("push", session, client) and self._held_by(client) < MAX_STAGED
 
-    def _is_there(self, what: str, client: int) -> bool:
-        """Whether the log has this client yet. Raises Fenced once it has left."""
-        if client <= self._newest and client not in self._live:
+    def _is_there(self, what: str, session: bytes, client: int) -> bool:
+        """Whether the log has this client yet. Raises Fenced once it has left, and InvalidArgument where the
+        session is not this client's.
+        """
+        known = self._live.get(client)
+        if known is None and client <= self._newest:
             raise Fenced(what, "this client has left the first server")
-        return client in self._live
+        if known is not None and not same(known[self.index], proof(session)):
+            raise InvalidArgument(what, "tag: found another client's number; expected the session's own")
+        return known is not None
 
     def _held_by(self, client: int) -> int:
         return self._filling.get(client, 0) + sum(tag[0] == client for tag in self._staged.tags())
@@ -187,8 +204,11 @@ class ShardStore:
             found = f"{len(header.hyper)} hyper, {header.samples} samples"
             expected = f"{groups}, some samples, and no ranges"
             raise InvalidArgument("push", f"found {found}; expected {expected}")
-        if any(hyper.clip_norm for hyper in header.hyper) or not np.isfinite(header.scale):
-            raise InvalidArgument("push", "found clip_norm or a scale that is not finite; expected neither")
+        constants = [getattr(hyper, field.name) for hyper in header.hyper for field in fields(hyper)]
+        with np.errstate(over="ignore"):  # the core's are of 32 bits
+            finite = np.isfinite(np.hstack([header.scale, *constants]).astype(np.float32)).all()
+        if any(hyper.clip_norm for hyper in header.hyper) or not finite:
+            raise InvalidArgument("push", "found clip_norm, or a number beyond fp32; expected neither")
         if header.encoding != Encoding(header.encoding.codec, nonfinite=header.encoding.nonfinite):
             raise InvalidArgument("push", f"found {header.encoding}; expected a codec and nonfinite alone")
 
@@ -209,13 +229,13 @@ class ShardStore:
         if not all(np.isfinite(array).all() for array in checked):
             raise NotFinite("push", "the gradient has a value that is not finite")
 
-    def pinned(self, tag: Tag, timeout: float) -> Pinned:
-        """What was kept for a client's pin, once. Raises TimedOut, Fenced."""
+    def pinned(self, session: bytes, tag: Tag, timeout: float) -> Pinned:
+        """What was kept for a client's pin, once. session: the caller's. Raises TimedOut, Fenced,
+        InvalidArgument.
+        """
 
         def kept() -> bool:
-            if tag not in self._pins:
-                self._is_there("pull", tag[0])
-            return tag in self._pins
+            return self._is_there("pull", session, tag[0]) and tag in self._pins
 
         with self._changed:
             self._wait("pull", time.monotonic() + timeout, kept)
@@ -255,20 +275,21 @@ class ShardStore:
     def _say_once(self, error: PypsError) -> None:
         if str(error) != self._said and not self._closed:
             self._said = str(error)
-            print(f"pyps serve: {self.name}: it tries again: {error}", file=sys.stderr)
+            print(shown(f"pyps serve: {self.name}: it tries again: {error}"), file=sys.stderr)
 
     def _fail(self, error: PypsError) -> None:
         with self._changed:
             if not self._closed:
-                print(f"pyps serve: {self.name}: {error}", file=sys.stderr)
+                print(shown(f"pyps serve: {self.name}: {error}"), file=sys.stderr)
             self.fault = error
             self._changed.notify_all()
+        self._source.close()  # the first server sees that this shard is lost
 
     def _read(self, log: Decisions) -> None:
-        at = log.follow(self.run, self.version)
+        at = log.follow(self.seal, self.index, self.version)
         with self._changed:
             self._index = max(at.index, self._index) if at.log == self._log else at.index
-            self._log, self._live, self._newest = at.log, set(at.live), at.newest
+            self._log, self._live, self._newest = at.log, at.live, at.newest
             self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] in self._live}
             doomed = [tag for tag in self._staged.tags() if tag[0] not in self._live]
             self._changed.notify_all()
@@ -286,22 +307,22 @@ class ShardStore:
         elif entry.kind is LogKind.DROP:
             self._drop(lambda tag: tag == entry.tag)
         elif entry.kind is LogKind.ENTER:
-            self._enter(entry.tag[0])
+            self._enter(entry.tag[0], entry.proofs)
         elif entry.kind is LogKind.END:
             self._end(entry.tag[0])
         elif entry.tag[0] in self._live:
             self._pin(entry)
 
-    def _enter(self, client: int) -> None:
+    def _enter(self, client: int, known: tuple[bytes, ...]) -> None:
         with self._changed:
             if client > self._newest:  # else it was there when the log was opened, or has left before
                 self._newest = client
-                self._live.add(client)
+                self._live[client] = known
                 self._changed.notify_all()
 
     def _end(self, client: int) -> None:
         with self._changed:
-            self._live.discard(client)
+            self._live.pop(client, None)
             self._pins = {tag: kept for tag, kept in self._pins.items() if tag[0] != client}
         self._drop(lambda tag: tag[0] == client)
 
@@ -317,7 +338,19 @@ class ShardStore:
             for tag in own[: max(0, len(own) + 1 - MAX_PINS)]:
                 del self._pins[tag]
             self._pins[entry.tag] = pinned
+            self._bound_pins()
             self._changed.notify_all()
+
+    def _bound_pins(self) -> None:
+        """Drop copies that are too much together: the oldest of the client that has most."""
+        size = sum(
+            array.nbytes for p in {id(p): p for p in self._pins.values()}.values() for array in p.arrays
+        )
+        while size > self.most_pinned and len(self._pins) > 1:
+            held = Counter(tag[0] for tag in self._pins)
+            gone = self._pins.pop(max(self._pins, key=lambda tag: held[tag[0]]))
+            if gone not in self._pins.values():
+                size -= sum(array.nbytes for array in gone.arrays)
 
     def _drop(self, which: Callable[[Tag], bool]) -> None:
         with self._changed:

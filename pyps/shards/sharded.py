@@ -57,9 +57,11 @@ from pyps.shards.cut import (
     split_codes,
     whole_header,
 )
+from pyps.shards.proofs import shard_session
 from pyps.shards.verbs import CommitHeader, CommitReply, LogKind
 from pyps.store.backend import MAX_CALL_SECONDS
 from pyps.store.codec import decode_vector, encode, encoded_vector_bytes
+from pyps.store.marks import SEAL_BYTES
 
 R = TypeVar("R")
 PINNED_SECONDS = 60.0  # for a shard to reach a version that the first server has decided
@@ -95,7 +97,7 @@ class ShardedBackend(Away):
             found = "one server" if whole is None else f"{len(whole.shards)} servers"
             expected = f"the {len(self._servers)} of the address"
             raise InvalidArgument("open", f"store {self._store!r}: found it on {found}; expected {expected}")
-        self._dial()
+        self._dial(head)
         try:
             return self._opened_as(whole, reply, self._open_shards(whole.run))
         except NotReady as error:
@@ -112,11 +114,12 @@ class ShardedBackend(Away):
         with a client that ends before all are made.
         """
         check_policy(config)
-        whole = cut(secrets.randbits(62), config.tensors, config.chunk_params, len(self._servers))
+        seal = secrets.token_bytes(SEAL_BYTES)
+        whole = cut(secrets.randbits(62), config.tensors, config.chunk_params, len(self._servers), seal)
         initial = {t.name: values for t, values in zip(whole.tensors, config.initial, strict=True)}
         flat = flat_of(whole, initial)
         vectors = {} if state is None else {n: flat_of(whole, dict(v)) for n, v in state.vectors.items()}
-        self._dial()
+        self._dial(head)
         self._all([verbs.OFFER_SHARD(PROTOCOL, self._store, k) for k in range(len(self._shards))])
         size, numbers = created_numbers(
             head_config(whole, config), None if state is None else head_state(whole, config, state)
@@ -162,9 +165,9 @@ class ShardedBackend(Away):
             return False
         return True
 
-    def _dial(self) -> None:
-        for server in self._servers:
-            self._shards.append(Client(server))
+    def _dial(self, head: Client) -> None:
+        for k, server in enumerate(self._servers):
+            self._shards.append(Client(server, shard_session(head.session, k)))
 
     def _all(self, asked: Sequence[Asked[R]]) -> list[tuple[R, Frames]]:
         """Each shard's reply to its own call."""
@@ -275,13 +278,13 @@ class ShardedBackend(Away):
         seq = next(self._numbers)
         header, parts, counts = self._sent(request)
         with self._settling(request):
-            self._stage(seq, header, self._post_parts(seq, header, parts))
-            reply = self.client.call(verbs.COMMIT(CommitHeader(seq, header, pin)))
+            receipts = self._stage(seq, header, self._post_parts(seq, header, parts))
+            reply = self.client.call(verbs.COMMIT(CommitHeader(seq, header, receipts, pin)))
         result = reply.transfer.result
         assert result is not None
         return counted(result, counts), reply.transfer.version, (reply.client, seq)
 
-    def _post_parts(self, seq: int, header: PushHeader, parts: PartNumbers) -> list[Posted[None]]:
+    def _post_parts(self, seq: int, header: PushHeader, parts: PartNumbers) -> list[Posted[bytes]]:
         tag: Tag = (self._client, seq)
         posted = []
         for client, shard, numbers in zip(self._shards, self._cut.shards, parts, strict=False):
@@ -293,13 +296,13 @@ class ShardedBackend(Away):
         return posted
 
     def _stage(
-        self, seq: int, header: PushHeader, posted: list[Posted[None]], transfer: bool = False
-    ) -> None:
-        """Wait until every shard has its part. If one has not, none is needed."""
+        self, seq: int, header: PushHeader, posted: list[Posted[bytes]], transfer: bool = False
+    ) -> tuple[bytes, ...]:
+        """Wait until every shard has its part: their receipts. If one has not, none is needed."""
         if not header.samples:
-            return
+            return ()
         try:
-            self._take(posted)
+            return tuple(receipt for receipt, _ in self._take(posted))
         except Exception:
             self.client.call(verbs.DROP(seq, transfer))
             raise
@@ -310,13 +313,11 @@ class ShardedBackend(Away):
         header, parts, counts = self._sent(push)
         began, posted = time.monotonic(), self._post_parts(seq, header, parts)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
-        commit = CommitHeader(
-            seq, header, LogKind.PIN, True, request.exchange, request.claims, request.max_samples
-        )
 
         def decide() -> CommitReply:
-            self._stage(seq, header, posted, True)
-            return self.client.call(verbs.COMMIT(commit))
+            receipts = self._stage(seq, header, posted, True)
+            asked = (receipts, LogKind.PIN, True, request.exchange, request.claims, request.max_samples)
+            return self.client.call(verbs.COMMIT(CommitHeader(seq, header, *asked)))
 
         return partial(self._finish, push, decide, seq, began, codec, counts)
 

@@ -36,22 +36,25 @@ class LogKind(IntEnum):
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """tag: of the push or the pin; its first number is the client's."""
+    """tag: of the push or the pin; its first number is the client's. proofs: of an ENTER, by which each shard
+    knows the client's session (pyps.shards.proofs).
+    """
 
     kind: LogKind
     tag: Tag
     ticket: Ticket | None = None
+    proofs: tuple[bytes, ...] = ()
 
 
 class Following(msgspec.Struct, frozen=True, array_like=True):
     """Where a shard reads the log: from `index` on. When it has come to `end`, pushes of all other clients
-    than `live` that it still holds are not needed. log: another one for each start of the first server.
-    newest: the last client's number; they rise.
+    than `live`, which have these proofs, that it still holds are not needed. log: another one for each start
+    of the first server. newest: the last client's number; they rise.
     """
 
     index: int
     end: int
-    live: list[int]
+    live: dict[int, tuple[bytes, ...]]
     log: int
     newest: int
 
@@ -60,13 +63,14 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the first of several servers decides at once: a push whose parts every server has been sent, the
     claims of later steps, and the version to pull.
 
-    seq: the client's number of it. pin: PIN or PIN_ALL; None: nothing is pulled. transfer: it is one
-    (pyps.step.transfer), in which a rejected push is no error. exchange, max_samples, claims: as in
-    TransferHeader.
+    seq: the client's number of it; those of its pushes rise. receipts: each shard's for its part. pin: PIN or
+    PIN_ALL; None: nothing is pulled. transfer: it is one (pyps.step.transfer), in which a rejected push is no
+    error. exchange, max_samples, claims: as in TransferHeader.
     """
 
     seq: Position
     push: PushHeader | None = None
+    receipts: tuple[bytes, ...] = ()
     pin: LogKind | None = None
     transfer: bool = False
     exchange: bool = False
@@ -82,7 +86,9 @@ class CommitReply(msgspec.Struct, frozen=True):
 
 
 class ShardCalls(Protocol):
-    """run: of the model, as the runs before and after a checkpoint have clients of the same numbers."""
+    """run: of the model, as the runs before and after a checkpoint have clients of the same numbers. tag: its
+    client's number is that of the session that calls, or the call is refused.
+    """
 
     def enter(self) -> int:
         """To the first server, after `join` as a worker: this client's number, for the tags of its parts."""
@@ -100,10 +106,12 @@ class ShardCalls(Protocol):
         """To the first server: all shards of the head that this session made are there."""
 
     def remove_head(self, protocol: int, name: str, run: Position) -> None:
-        """To the first server: a shard of this run is lost, and a checkpoint takes its place."""
+        """To the first server: a checkpoint takes the place of this run, of which a shard is lost. Waits as
+        long as one may be silent; InvalidArgument where all are there.
+        """
 
-    def follow(self, run: Position, version: Position) -> Following:
-        """From another server: where to read the log on."""
+    def follow(self, seal: bytes, index: Count, version: Position) -> Following:
+        """From the server of shard `index`, which knows the model's seal: where to read the log on."""
 
     def entries(self, index: Position, timeout: Timeout) -> list[LogEntry]:
         """From another server: the log from `index` on, or nothing new within the timeout."""
@@ -112,13 +120,13 @@ class ShardCalls(Protocol):
         """To each server: whether create_shard would be refused."""
 
     def create_shard(self, protocol: int, name: str, index: Count, request_bytes: RequestBytes) -> OpenReply:
-        """To each server: make its shard. Numbers: pyps.remote.creation."""
+        """To each server: make its shard of the first one's model. Numbers: pyps.remote.creation."""
 
     def open_shard(self, protocol: int, name: str, run: Position, index: Count) -> OpenReply:
         """To each server. Raises NotReady."""
 
-    def stage(self, run: Position, tag: Tag, header: PushHeader) -> None:
-        """To each server: keep this part of a gradient until it is decided on. Numbers: the part."""
+    def stage(self, run: Position, tag: Tag, header: PushHeader) -> bytes:
+        """To each server: keep this part of a gradient until it is decided on; a receipt. Numbers: it."""
 
     def pull_pinned(self, run: Position, tag: Tag, codec: Codec, timeout: Timeout) -> None:
         """To each server. Back: its part of the pinned parameters."""
@@ -128,7 +136,7 @@ class ShardCalls(Protocol):
 
 
 # A client has one more session at each server, for its shard: it stays a stranger there, and gives the run,
-# and tags that the first server's log knows.
+# and tags of its own, which the shard knows by the first server's log.
 ENTER = verb(ShardCalls.enter, Caller.WORKER)
 COMMIT = verb(ShardCalls.commit, OPENED)
 DROP = verb(ShardCalls.drop, Caller.WORKER)
@@ -141,8 +149,8 @@ OFFER_SHARD = verb(ShardCalls.offer_shard, Caller.STRANGER, needs_store=False)
 CREATE_SHARD = verb(ShardCalls.create_shard, Caller.STRANGER, Bulk.STORE, needs_store=False)
 OPEN_SHARD = verb(ShardCalls.open_shard, Caller.STRANGER, needs_store=False)
 STAGE = verb(ShardCalls.stage, Caller.STRANGER, Bulk.GRADIENT, needs_store=False)
-PULL_PINNED = verb(ShardCalls.pull_pinned, Caller.STRANGER, needs_store=False)
-READ_PINNED = verb(ShardCalls.read_pinned, Caller.STRANGER, needs_store=False)
+PULL_PINNED = verb(ShardCalls.pull_pinned, Caller.STRANGER, back=Bulk.GRADIENT, needs_store=False)
+READ_PINNED = verb(ShardCalls.read_pinned, Caller.STRANGER, back=Bulk.STORE, needs_store=False)
 
 VERBS: dict[str, LinkVerb[Any, Any]] = {v.name: v for v in list(vars().values()) if isinstance(v, LinkVerb)}
 HANDLERS = Handlers()

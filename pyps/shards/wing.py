@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
-from pyps.remote.site import Home, Site, Wing, WingHost, WingSession
-from pyps.remote.verbs import Caller, Handlers
+from pyps.remote.site import Home, Site, Whose, Wing, WingHost, WingSession
+from pyps.remote.verbs import Handlers
 from pyps.shards.handlers import ShardSession
 from pyps.shards.host import ShardHost
 from pyps.shards.sharded import ShardedBackend
@@ -19,8 +19,10 @@ from pyps.store.backend import Backend
 class AnsweringHost(ShardHost):
     """A server's part of a model, whose sessions answer the wing's calls."""
 
-    def session(self, site: Site, store: Callable[[], LocalBackend], caller: Caller) -> WingSession:
-        return ShardSession(self, site, store, caller)
+    def session(
+        self, site: Site, whose: Whose, store: Callable[[], LocalBackend], past: int | None
+    ) -> WingSession:
+        return ShardSession(self, site, whose, store, past)
 
 
 class Shards:

@@ -3,13 +3,10 @@
 result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
-from pyps.simulate.devices import Slowdown
 from pyps.simulate.metrics import RankResult, Result
-from pyps.simulate.problem import LocalOptimizer, Logistic, Objective, TorchObjective
-from pyps.simulate.quadratic import Quadratic
-from pyps.simulate.replay import replay
-from pyps.simulate.run import compare, simulate
-from pyps.simulate.scenario import Fault, Scenario, SimWorker, scenario_of
+from pyps.simulate.problem import LocalOptimizer, Logistic, Objective, Quadratic, TorchObjective
+from pyps.simulate.run import compare, replay, simulate
+from pyps.simulate.scenario import Fault, Scenario, SimWorker, Slowdown, scenario_of
 
 __all__ = [
     "Fault",

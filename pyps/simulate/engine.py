@@ -7,22 +7,21 @@ core decides which worker waits, and for how long, with the code that serves a r
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from pyps.errors import Busy, PypsError
 from pyps.native.core import Core
 from pyps.native.status import MemberState
 from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
-from pyps.simulate.clock import Clock, Process
-from pyps.simulate.devices import DeviceModel
+from pyps.simulate.clock import Clock, LinkClass, Network, Process
 from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics
-from pyps.simulate.network import LinkClass, Network
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
-from pyps.simulate.scenario import Fault, Scenario
-from pyps.simulate.worker import Parameters, SimulatedStep, SimulatedWorker, Turn
+from pyps.simulate.scenario import DeviceModel, Fault, Scenario
 from pyps.step.machine import StepRules
+from pyps.step.own import follows_own
 from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
@@ -34,6 +33,34 @@ DEADLOCK_CHECKS = 40
 MOST_FENCED = 100  # a worker, while no step ends
 
 StepProcess = Generator[int | None, None, Any]
+Parameters = tuple[Vector, int]  # with their version
+Gradient = tuple[Vector, float]  # with the loss
+MakeWorker = Callable[["Engine", int, StepRules], Process]  # the engine, the worker's number, its rules
+
+
+class Turn(NamedTuple):
+    """A worker's turn over a link. opened: when; waited: for it. Nanoseconds."""
+
+    opened: int
+    waited: int
+
+
+@dataclass
+class SimulatedStep:
+    """A step under way: its samples, what it goes on from, and how far it is."""
+
+    first: int
+    count: int
+    pulled: Parameters
+    base: Vector  # where its next local step goes on from
+    claimed: int  # the time at which it could begin
+    done: int = 0
+    before: int = 0  # samples done before the last micro-batch
+    taken: int = 0  # samples whose local steps were taken before newer parameters came
+    gradient: Gradient | None = None
+    nanoseconds: int = 0  # of computing
+    lasted: int = 0  # from its beginning until its gradient was ready
+    turn: Turn | None = None  # in which its gradient travels
 
 
 class Deadlock(PypsError):
@@ -44,7 +71,8 @@ class Engine:
     """One policy on one scenario; `work` runs it to its end.
 
     scenario, policy: what is simulated. model: the parameters. metrics: filled while it runs. samples: to
-    train in all. seed: of the jitter. depths: steps of each worker under way; 1: no pipeline.
+    train in all. seed: of the jitter. make_worker: what a worker does (pyps.simulate.worker). depths: steps
+    of each worker under way; 1: no pipeline.
     """
 
     def __init__(
@@ -55,6 +83,7 @@ class Engine:
         metrics: Metrics,
         samples: int,
         seed: int,
+        make_worker: MakeWorker,
         depths: Sequence[int] = (),
     ) -> None:
         self.scenario, self.policy, self.model, self.metrics = scenario, policy, model, metrics
@@ -82,6 +111,7 @@ class Engine:
             DeviceModel(w.cost, w.jitter, w.slowdowns, seed, k, w.recorded)
             for k, w in enumerate(scenario.workers)
         ]
+        self._make_worker = make_worker
         self._kinds, networks = _networks(scenario)
         self.depths = tuple(depths) or (1,) * len(self.workers)
         self._staging_count = config.staging_buffers
@@ -127,7 +157,7 @@ class Engine:
     def _process(self, k: int) -> Process:
         scenario = self.scenario
         rules = StepRules(self.depths[k], self.needs, len(self.workers), scenario.local, scenario.merges)
-        return SimulatedWorker(self, k, rules).process()
+        return self._make_worker(self, k, rules)
 
     def join(self, k: int) -> StepProcess:
         """Join as rank k. Waits while a predecessor's gradient is still in the open round."""
@@ -224,7 +254,11 @@ class Engine:
 
     def _ahead(self, k: int) -> Vector:
         """The parameters as worker k pulls them."""
-        return self.model.ahead(self.core.lookahead(k), self._own.get(k))
+        return self.model.ahead(self.core.lookahead(k), self._own.get(k), rounds=self.needs.waits_for_rounds)
+
+    def follows_own(self, rules: StepRules) -> bool:
+        """Whether these workers go on along their own gradients under way."""
+        return follows_own(rules, self.model.optimizer.kind, lookahead=self.policy.looks_ahead)
 
     def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
         """A gradient's way to the store; it waits for its `turn` on the wire."""
@@ -273,7 +307,9 @@ class Engine:
             clock.park(channel, 0, 0)
             yield None
         staging = (~self._staging_buffers[k] & self._staging_buffers[k] + 1).bit_length() - 1  # the first
-        norm = float(gradient[0] @ gradient[0]) if gradient else 0.0
+        norm = float(gradient[0] @ gradient[0]) if gradient and self.needs.needs_grad_norm else 0.0
+        if gradient and self.core.looks_at_gradients:
+            self.core.see_gradient(gradient[0])
         w, version = step.pulled
         opened, waited = step.turn or (0, 0)
         while True:
@@ -389,9 +425,10 @@ class Engine:
     def _check_round_timeout(self) -> None:
         """After a round timeout, fence the workers that hold the others up, as in a real store."""
         clock, timeout = self.clock, _ns(self.policy.round_timeout_seconds)
+        due = 0
         if clock.parked:
-            waited = clock.now - min(since for since, _ in clock.parked.values())
-            if waited >= timeout:
+            due = min(since for since, _ in clock.parked.values()) + timeout
+            if (waited := clock.now - due + timeout) >= timeout:
                 self._note(self.core.step(EventKind.TICK, 0, clock.now, waited=waited))
         self._idle_checks = self._idle_checks + 1 if self._events_checked == self.metrics.events else 0
         self._events_checked = self.metrics.events
@@ -399,7 +436,10 @@ class Engine:
             raise Deadlock(
                 f"{self.policy}: all {len(clock.parked)} workers wait for ever at {clock.now * 1e-9:.3f} s"
             )
-        clock.call(clock.now + max(1, timeout // CHECKS_PER_TIMEOUT), self._check_round_timeout)
+        # Nothing changes before the next event but that a wait becomes too long.
+        interval = max(1, timeout // CHECKS_PER_TIMEOUT)
+        ahead = (min(due, clock.next_at) if due > clock.now else clock.next_at) - clock.now
+        clock.call(clock.now + interval * max(1, -(-ahead // interval)), self._check_round_timeout)
 
     def _inject(self, fault: Fault) -> None:
         k, now = fault.rank, self.clock.now

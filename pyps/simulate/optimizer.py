@@ -48,11 +48,13 @@ class OptimizerState:
         self.steps += part
         return w - moved
 
-    def ahead(self, w: Vector, distance: float, gradient: Vector | None = None) -> Vector:
+    def ahead(
+        self, w: Vector, distance: float, gradient: Vector | None = None, *, rounds: bool = False
+    ) -> Vector:
         """`w` after `distance` more steps, if all their gradients are like this one; None: zero.
 
         Weight decay is left out. This gradient is the less like those the longer the distance: above 1 it
-        counts for a step of 1 / distance**2.
+        counts for a step of 1 / distance**2. `rounds`: as kernels_ahead has it.
         """
         h, adam = self.hyper, self.kind in (Optimizer.ADAM, Optimizer.ADAMW)
         beta = h.betas[0] if adam else h.momentum if self.kind is Optimizer.MOMENTUM else 0.0
@@ -61,7 +63,7 @@ class OptimizerState:
         g = np.zeros_like(w) if gradient is None else gradient
         g = np.clip(g, -h.clip, h.clip) if h.clip else g
         steady, left, rate = (1.0, beta, 1.0) if adam else self._steady(1.0 - h.dampening)
-        a, _ = coefficients(beta, distance, left, rate, steady)
+        a, _ = (distance + 0.5, 0.0) if adam and rounds else coefficients(beta, distance, left, rate, steady)
         _, b = coefficients(beta, min(distance, distance**-2), left, rate, steady)
         way = a * self.first + b * g
         if adam:

@@ -6,10 +6,13 @@ rate means the same under every policy, and the same as in a real store.
 
 With local steps a worker takes steps of its own optimizer, and pushes how far they brought it. The optimizers
 are those of the store; each worker's keeps its state from claim to claim.
+
+Quadratic is a convex problem with noisy gradients, that of Ringmaster ASGD's experiments.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,13 +20,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pyps.errors import InputError
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
-from pyps.step.parts import even_steps
+from pyps.step.machine import even_steps
+from pyps.step.own import way_of
 from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:
     from pyps.tasks import TrainingTask
+
+NAME = "quadratic"
+MOST_COORDINATES = 1_000_000
 
 
 class Objective(Protocol):
@@ -173,7 +181,7 @@ class Model:
         self._objective, self._compensation = objective, compensation
         self._local = LocalWorkers(objective, local) if objective is not None and local is not None else None
         self.w = objective.start() if objective else np.zeros(0)
-        self._optimizer = OptimizerState(optimizer, hyper, self.w.size)
+        self.optimizer = OptimizerState(optimizer, hyper, self.w.size)
 
     def gradient(
         self, w: Vector, first: int, count: int, worker: int = 0, most: int = 0
@@ -206,13 +214,82 @@ class Model:
                 scaled = scaled + self._compensation * scaled * scaled * (self.w - pulled)
             total += samples * scaled
         mean = total / sum(samples for _, _, samples, _ in sources)
-        self.w = self._optimizer.step(self.w, mean, part)
+        self.w = self.optimizer.step(self.w, mean, part)
 
-    def ahead(self, distance: float, gradient: Vector | None) -> Vector:
+    def ahead(self, distance: float, gradient: Vector | None, *, rounds: bool) -> Vector:
         """The parameters as they will be after `distance` global batches, if their gradients are like
-        this one.
+        this one; in `rounds` there is none.
         """
-        return self._optimizer.ahead(self.w, distance, gradient) if self._objective else self.w
+        if not self._objective:
+            return self.w
+        return self.optimizer.ahead(self.w, distance, gradient, rounds=rounds)
+
+    def way(self, gradient: Vector, have: int, wanted: int) -> Vector:
+        """How far a worker's own gradient goes from `have` steps of it to `wanted`."""
+        h, kind = self.optimizer.hyper, self.optimizer.kind
+        g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
+        return (way_of(h, kind, wanted) - way_of(h, kind, have)) * g
 
     def loss(self) -> float:
         return self._objective.loss(self.w) if self._objective else float("nan")
+
+
+class Quadratic:
+    """A convex quadratic with noisy gradients; as text `quadratic:d=1729,noise=0.01`.
+
+    f(x) = x'Ax / 2 - b'x,  A = tridiag(-1, 2, -1) / 4,  b = (-1, 0, ..., 0) / 4,  x_0 = (sqrt(d), 0, ..., 0)
+
+    A gradient of one sample is that of f plus normal noise in each coordinate.
+    d: coordinates, at least 2. noise: standard deviation of each in a gradient of a sample. seed: of it.
+
+    A gradient's noise depends on its samples' positions and the seed alone. Raises InputError for a number
+    out of range.
+    """
+
+    def __init__(self, d: int = 100, noise: float = 0.01, seed: int = 0) -> None:
+        if not 2 <= d <= MOST_COORDINATES:
+            raise InputError(NAME, "d", str(d), f"2 to {MOST_COORDINATES}")
+        if not (noise >= 0.0 and math.isfinite(noise)):
+            raise InputError(NAME, "noise", str(noise), "a number of at least 0")
+        self._d, self._noise, self._seed = d, noise, seed
+        self._least = -0.125 * d / (d + 1)  # f where its gradient is 0
+
+    def start(self) -> Vector:
+        x = np.zeros(self._d)
+        x[0] = math.sqrt(self._d)
+        return x
+
+    def gradient(self, w: Vector, first: int, count: int) -> tuple[Vector, float]:
+        g = 0.5 * w
+        g[1:] -= 0.25 * w[:-1]
+        g[:-1] -= 0.25 * w[1:]
+        loss = float(0.5 * (w @ g)) + 0.25 * float(w[0]) - self._least
+        g[0] += 0.25
+        if self._noise:
+            draw = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, first, count, 0]))
+            g += draw.standard_normal(self._d) * (self._noise / math.sqrt(count))
+        return g, loss
+
+    def loss(self, w: Vector) -> float:
+        """f(w) above its least value."""
+        steps = np.diff(w)
+        squares = float(w[0] ** 2 + steps @ steps + w[-1] ** 2)
+        return 0.125 * squares + 0.25 * float(w[0]) - self._least
+
+
+def quadratic_of(text: str, seed: int) -> Quadratic:
+    """The problem of `quadratic` or `quadratic:d=100,noise=0.01`. Raises InputError for what is neither."""
+    values: dict[str, float] = {}
+    for item in filter(None, text.partition(":")[2].split(",")):
+        key, _, value = item.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        whole = key == "d" and not number.is_integer()
+        if key not in ("d", "noise") or not math.isfinite(number) or whole:
+            raise InputError(
+                "--learn", NAME, repr(item), "d=WHOLE NUMBER or noise=NUMBER, and a comma between"
+            )
+        values[key] = number
+    return Quadratic(d=int(values.get("d", 100)), noise=values.get("noise", 0.01), seed=seed)

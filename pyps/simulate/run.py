@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 
+from pyps import native
 from pyps.errors import InputError
+from pyps.formats import MAX_BATCH
 from pyps.formats.options import MAX_DEPTH
-from pyps.native.values import Hyper, Optimizer
+from pyps.native.values import Hyper, Optimizer, Replay
 from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Metrics, Result, SimulatedReplan, rank_results
 from pyps.simulate.problem import LocalOptimizer, Model, Objective
-from pyps.simulate.rebalance import Rebalancing
-from pyps.simulate.scenario import Scenario
-from pyps.store.policies import Policy, check_pipeline, policy_named
+from pyps.simulate.scenario import Scenario, SimWorker
+from pyps.simulate.worker import worker_process
+from pyps.solver.costs import Table
+from pyps.solver.online.balancer import Balancer, Rules
+from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
+from pyps.solver.online.members import Ranks
+from pyps.store.policies import Policy, check_pipeline, policy_named, register_policy
 
 CURVE_POINTS = 200
+LOOK_NANOSECONDS = 50_000_000  # between two looks, as a launcher's
+KNOTS = 64  # of a cost that is a function
 
 
 def simulate(
@@ -67,7 +77,8 @@ def simulate(
         raise InputError("simulate", "local", found, expected)
     model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().correction, local)
     metrics = Metrics(max(depths) * len(scenario.workers), timeline)
-    engine = Engine(scenario, chosen, model, metrics, iterations * scenario.global_batch, seed, depths)
+    samples = iterations * scenario.global_batch
+    engine = Engine(scenario, chosen, model, metrics, samples, seed, worker_process, depths)
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(measure_every or every, target_loss)
@@ -117,3 +128,85 @@ def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[SimulatedR
         pushed_at=tuple(metrics.pushed_at),
         replans=replans,
     )
+
+
+def replay(path: str | os.PathLike[str], policy: Policy | str | None = None) -> Replay:
+    """Make every decision of a journal (Store.journal, `pyps run --journal`) again, in the run's order.
+
+    policy: the run's policy, needed only if it is a custom one. Raises SegmentCorrupt if the file is not a
+    journal.
+    """
+    if policy is not None:
+        register_policy(policy_named(policy) if isinstance(policy, str) else policy)
+    return native.replay(os.fspath(path))
+
+
+class Rebalancing:
+    """Re-plans a simulated run as a launcher does a real one: a Balancer sees what the core shows, and the
+    core's re-plan event makes the changes that the Balancer decides.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        workers = list(zip(engine.workers, engine.depths, strict=True))
+        devices = [_device(worker, depth, engine.scenario.global_batch) for worker, depth in workers]
+        rules = Rules(rests=engine.needs.lets_ranks_rest)
+        self._balancer = Balancer(devices, engine.scenario.batches, rules)
+        self._ids: dict[int, int] = {}  # of the present ranks' workers
+        self._joined = 0
+        self._marks = [(0, 0)]  # time and samples trained, at the start and at each change
+        engine.clock.call(LOOK_NANOSECONDS, self._look)
+
+    def _look(self) -> None:
+        engine = self._engine
+        counters = engine.core.ranks()
+        split = tuple(counter.batch for counter in counters)
+        for device, batch, cost in zip(self._balancer.devices, split, engine.core.costs(), strict=True):
+            device.see(batch, cost.steps, cost.seconds)
+        if engine.ending:
+            return
+        change = self._balancer.look(self._ranks(split), engine.rounds, max(c.pushes for c in counters))
+        if change is not None:
+            engine.replan(change.after)
+            self._balancer.adopt(change)
+            self._marks.append((engine.clock.now, engine.trained))
+        engine.clock.call(engine.clock.now + LOOK_NANOSECONDS, self._look)
+
+    def _ranks(self, split: tuple[int, ...]) -> Ranks:
+        ids = {}
+        for rank in sorted(self._engine.present):
+            self._joined += rank not in self._ids
+            ids[rank] = self._ids.get(rank, self._joined)
+        self._ids = ids
+        return Ranks(ids, split)
+
+    def replans(self) -> tuple[SimulatedReplan, ...]:
+        """The changes that were made, once the run has ended."""
+        engine = self._engine
+        marks = [*self._marks, (engine.finished_at, engine.trained)]
+        batch = engine.scenario.global_batch
+        pace = [
+            (now - then) * 1e-9 * batch / (trained - before) if trained > before else 0.0
+            for (then, before), (now, trained) in pairwise(marks)
+        ]
+        return tuple(
+            SimulatedReplan(
+                at=marks[k + 1][0] * 1e-9,
+                before=change.before,
+                after=change.after,
+                reasons=change.reasons,
+                expected_seconds=(change.seconds_before, change.seconds_after),
+                iteration_seconds=(pace[k], pace[k + 1]),
+            )
+            for k, change in enumerate(self._balancer.history)
+        )
+
+
+def _device(worker: SimWorker, depth: int, global_batch: int) -> BalancedDevice:
+    """What a run knows of a worker before it has timed its steps."""
+    if worker.planned is not None:
+        return planned_device(worker.planned, depth)
+    most = min(worker.max_samples or MAX_BATCH, MAX_BATCH)
+    sizes = sorted({max(1, round(global_batch * (k + 1) / KNOTS)) for k in range(KNOTS)} | {worker.batch})
+    seconds = accumulate((worker.cost(size) for size in sizes), max)  # a Table never falls
+    return BalancedDevice(Table(tuple(zip(sizes, seconds, strict=True))), Bounds(most=min(most, sizes[-1])))

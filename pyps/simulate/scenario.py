@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
     FaultSpec,
+    Fit,
     Jitter,
     Plan,
     PlanWorker,
@@ -23,19 +25,20 @@ from pyps.formats import (
     read_plan,
     read_profile,
 )
-from pyps.formats.turns import TurnSchedule, plan_turns
+from pyps.formats.plan import TurnSchedule, plan_turns
+from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
-from pyps.simulate.devices import Slowdown, fitted_cost
-from pyps.solver.links import WIRE_BYTES, moved_parameters
+from pyps.solver.constrained import even_batches
+from pyps.solver.links import WIRE_BYTES, LinkSpec, moved_parameters, shared_links
 from pyps.solver.mode import bits_of, stated_policy
-from pyps.solver.plan import even_batches, make_plan
+from pyps.solver.plan import make_plan
 from pyps.solver.ranks import PlannedRank
-from pyps.solver.wire import LinkSpec, shared_links
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
 StrPath = str | os.PathLike[str]
 NO_JITTER = Jitter()
+DRAWS = 128  # at a time
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,6 @@ class Scenario:
         """Samples of a step of all ranks."""
         return sum(self.batches)
 
-    def with_batches(self, batches: Sequence[int]) -> Scenario:
-        """The same cluster with other batches, by rank, for which no turns are planned."""
-        pairs = zip(self.workers, batches, strict=True)
-        return replace(self, workers=tuple(replace(w, batch=b) for w, b in pairs), schedule=None)
-
 
 def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None = None) -> Scenario:
     """Read a cluster file; each worker gets the batch, codecs and the turn that the planner gives it in the
@@ -137,62 +135,65 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     path: the cluster file. even: equal batches, and turns in the order of ranks. plan_path: a plan for this
     cluster; None: plan it. Raises InputError, Infeasible.
     """
-    cluster = read_cluster(path)
-    if cluster.job.unit != "samples":
-        raise InputError(
-            str(path), "job.unit", repr(cluster.job.unit), '"samples": a simulation counts those'
-        )
-    if cluster.sync is not None and cluster.sync.kind != "none":
-        expected = "bandwidths instead: a simulation has a server"
-        raise InputError(str(path), "sync.kind", repr(cluster.sync.kind), expected)
+    cluster = _readable(path)
     profiles = {group.name: _profile(group) for group in cluster.worker}
     plan = _plan(path, cluster, profiles, plan_path)
-    names = [w.name for w in plan.workers]
-    batches = {w.name: w.batch for w in plan.workers}
+    batches = [w.batch for w in plan.workers]
     if even:
-        batches = dict(zip(names, even_batches(plan.global_batch, len(names)), strict=True))
+        batches = even_batches(plan.global_batch, len(batches))
     local = plan.run is not None and plan.run.local_steps is not None
-    micro = {w.name: w.most_at_once for w in plan.workers}
-    if even:
-        micro = {w.name: w.max_batch or 0 if local else 0 for w in plan.workers}
-    limits = {w.name: w.max_batch or 0 for w in plan.workers}
-    used = [name for name in names if batches[name] > 0]
-    planned = {w.name: w for w in plan.workers}
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
-    simulation = cluster.simulation
-    shares = {w.name: _byte_shares(plan.mode_of(w)) for w in plan.workers}
-    depths = {w.name: _pipeline_depth(plan, w) for w in plan.workers}
     workers = tuple(
-        replace(
-            built[name],
-            batch=batches[name],
-            micro_batch=micro[name],
-            max_samples=0 if even else limits[name],
-            up_share=shares[name][0],
-            down_share=shares[name][1],
-            depth=depths[name],
-            planned=planned[name] if planned[name].batch else None,
-        )
-        for name in used
+        _as_planned(built[w.name], plan, w, batch, even=even, local=local)
+        for w, batch in zip(plan.workers, batches, strict=True)
+        if batch > 0
     )
+    simulation, used = cluster.simulation, [worker.name for worker in workers]
     size = _model_bytes(cluster, list(profiles.values()))
     bandwidth = simulation.server_bandwidth
+    links = {one.shared: one for group in cluster.worker for one in shared_links(cluster, group)}
     return Scenario(
         workers,
         up_bytes=size,
         down_bytes=size,
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
-        hosts={
-            one.shared: one.bytes_per_second
-            for group in cluster.worker
-            for one in shared_links(cluster, group)
-        }
+        hosts={name: link.bytes_per_second for name, link in links.items()}
         | {host.name: host.bandwidth for host in simulation.host},
         faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
         pipelined=plan.run is not None and plan.run.pipeline,
+    )
+
+
+def _readable(path: StrPath) -> Cluster:
+    """A cluster file of what a simulation has. Raises InputError."""
+    cluster = read_cluster(path)
+    unit, sync = cluster.job.unit, cluster.sync
+    if unit != "samples":
+        raise InputError(str(path), "job.unit", repr(unit), '"samples": a simulation counts those')
+    if sync is not None and sync.kind != "none":
+        expected = "bandwidths instead: a simulation has a server"
+        raise InputError(str(path), "sync.kind", repr(sync.kind), expected)
+    return cluster
+
+
+def _as_planned(
+    worker: SimWorker, plan: Plan, planned: PlanWorker, batch: int, *, even: bool, local: bool
+) -> SimWorker:
+    """A worker with its batch, and the codecs and depth of the plan's mode."""
+    most = planned.max_batch or 0
+    up, down = _byte_shares(plan.mode_of(planned))
+    return replace(
+        worker,
+        batch=batch,
+        micro_batch=(most if local else 0) if even else planned.most_at_once,
+        max_samples=0 if even else most,
+        up_share=up,
+        down_share=down,
+        depth=_pipeline_depth(plan, planned),
+        planned=planned if planned.batch else None,
     )
 
 
@@ -272,3 +273,75 @@ def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:
     if cluster.simulation.model_bytes is not None:
         return float(cluster.simulation.model_bytes)
     return float(FP32_BYTES * moved_parameters(max(profile.model.parameters or 0 for profile in profiles)))
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """From `begin` to `end` (seconds) every step takes `factor` times as long, and `added` seconds more."""
+
+    begin: float
+    end: float = math.inf
+    factor: float = 1.0
+    added: float = 0.0
+
+
+class DeviceModel:
+    """Compute times of one worker: its cost model, times the jitter of real devices.
+
+    seconds(b, t) = (T(b) + added(t)) * lognormal * uniform * half-normal * spike * drift(t) * co-tenants(t)
+
+    Every worker has its own random stream, so that no draw depends on the order of events.
+    cost: seconds of a step as a function of its batch, without jitter. jitter, slowdowns: what changes them.
+    seed, rank: of the random stream. recorded: seconds of the first steps, which replace the model's.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[int], float],
+        jitter: Jitter,
+        slowdowns: tuple[Slowdown, ...],
+        seed: int,
+        rank: int,
+        recorded: tuple[float, ...] = (),
+    ) -> None:
+        self._cost, self._jitter, self._slowdowns = cost, jitter, slowdowns
+        self._draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(rank,)))
+        self._phase = self._draw.uniform(0.0, 2.0 * math.pi)
+        self._plain = not slowdowns and jitter.drift == 0.0
+        self._factors: list[float] = []
+        self._costs: dict[int, float] = {}
+        self._recorded = list(reversed(recorded))
+
+    def seconds(self, batch: int, now: float) -> float:
+        """Seconds that a step of `batch` samples takes if it begins at `now` (seconds)."""
+        if self._recorded:
+            return self._recorded.pop()
+        if not self._factors:
+            self._factors = self._new_factors()
+        if batch not in self._costs:
+            self._costs[batch] = self._cost(batch)
+        base, factor = self._costs[batch], self._factors.pop()
+        if self._plain:
+            return base * factor
+        for s in self._slowdowns:
+            if s.begin <= now < s.end:
+                base, factor = base + s.added, factor * s.factor
+        j = self._jitter
+        return base * factor * (1.0 + j.drift * math.sin(2.0 * math.pi * now / j.drift_seconds + self._phase))
+
+    def _new_factors(self) -> list[float]:
+        """DRAWS factors: lognormal with mean 1, uniform around 1, half-normal above 1, and rare spikes."""
+        j = self._jitter
+        normal = self._draw.standard_normal(DRAWS)
+        factors = np.exp(j.sigma * normal - 0.5 * j.sigma**2)
+        factors *= self._draw.uniform(1.0 - j.spread, 1.0 + j.spread, DRAWS)
+        factors = np.where(self._draw.random(DRAWS) < j.spike_share, factors * j.spike_factor, factors)
+        if j.half_normal:
+            factors *= 1.0 + j.half_normal * np.abs(self._draw.standard_normal(DRAWS))
+        drawn: list[float] = factors.tolist()
+        return drawn
+
+
+def fitted_cost(fit: Fit) -> Callable[[int], float]:
+    """The cost model of a profile: seconds as a function of the batch."""
+    return lambda batch: predict_seconds(fit, batch)

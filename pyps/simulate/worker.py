@@ -10,79 +10,22 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pyps.errors import Ended, Fenced, PushRejected
+from pyps.simulate.clock import Process
+from pyps.simulate.engine import Engine, Parameters, SimulatedStep, StepProcess
 from pyps.simulate.metrics import COMPUTE, WAIT
 from pyps.simulate.optimizer import Vector
-from pyps.step.events import (
-    Abort,
-    Action,
-    Advised,
-    Arrived,
-    Check,
-    Claimed,
-    ClaimNext,
-    Compute,
-    Computed,
-    Continue,
-    End,
-    Event,
-    Finish,
-    Load,
-    Loaded,
-    Partial,
-    Pending,
-    Pull,
-    Pulled,
-    RanOut,
-    Rejoin,
-    Rejoined,
-    Return,
-    Send,
-    Sent,
-    Take,
-    Wanted,
-    WasFenced,
-)
-from pyps.step.machine import StepMachine, StepRules
-from pyps.step.parts import even_steps, next_part
+from pyps.step import events
+from pyps.step.machine import StepMachine, StepRules, even_steps, next_part
+from pyps.step.own import UnderWay
 from pyps.step.transfer import Ask, Done, Transfers, Verb
 
-if TYPE_CHECKING:
-    from pyps.simulate.engine import Engine
-
-
-class Turn(NamedTuple):
-    """A worker's turn over a link. opened: when; waited: for it. Nanoseconds."""
-
-    opened: int
-    waited: int
-
-
-Parameters = tuple[Vector, int]  # with their version
 SampleRange = tuple[int, int]  # first, count
-Gradient = tuple[Vector, float]  # with the loss
-Steps = Generator[int | None, None, Any]
 UP, STORE, DOWN = range(3)  # what transfers use in turn
-
-
-@dataclass
-class SimulatedStep:
-    """A step under way: its samples, what it goes on from, and how far it is."""
-
-    first: int
-    count: int
-    pulled: Parameters
-    base: Vector  # where its next local step goes on from
-    claimed: int  # the time at which it could begin
-    done: int = 0
-    before: int = 0  # samples done before the last micro-batch
-    taken: int = 0  # samples whose local steps were taken before newer parameters came
-    gradient: Gradient | None = None
-    nanoseconds: int = 0  # of computing
-    lasted: int = 0  # from its beginning until its gradient was ready
-    turn: Turn | None = None  # in which its gradient travels
 
 
 class Back(NamedTuple):
@@ -114,88 +57,95 @@ class SimulatedWorker:
         self._pulled: Parameters | None = None  # the newest in the model
         self._arrived: Parameters | None = None  # the newest that came back
         self._ways: deque[Vector] = deque()  # pseudo-gradients under way, which these do not have
+        self._own: UnderWay[Vector] | None = UnderWay() if engine.follows_own(rules) else None
         self._sent: deque[tuple[SimulatedStep, Ask]] = deque()
         self._results: deque[Back] = deque()  # of transfers that have ended
         self._count = 0  # transfers that began
         self._queues = (Queue(), Queue(), Queue())
         self._waiting = False
 
-    def process(self) -> Steps:
+    def process(self) -> StepProcess:
         """The compute process, from join to leave."""
         yield from self._engine.join(self._k)
-        event: Event = Wanted()
-        while not isinstance(action := self._machine.receive(event), End):
+        event: events.Event = events.Wanted()
+        while not isinstance(action := self._machine.receive(event), events.End):
             try:
                 event = yield from self._do(action)
             except Ended:
-                event = RanOut()
+                event = events.RanOut()
             except Fenced:
-                event = WasFenced()
+                event = events.WasFenced()
         self._engine.leave(self._k)
 
-    def _do(self, action: Action) -> Generator[int | None, None, Event]:
+    def _do(self, action: events.Action) -> Generator[int | None, None, events.Event]:
         """Carry out one action."""
         match action:
-            case ClaimNext():
+            case events.ClaimNext():
                 return (yield from self._claim(action.ahead))
-            case Pull():
+            case events.Pull():
                 return (yield from self._pull(merges=action.merges))
-            case Check():
-                return Advised(self._engine.check(self._k, action.done, action.following))
-            case Compute():
+            case events.Check():
+                return events.Advised(self._engine.check(self._k, action.done, action.following))
+            case events.Compute():
                 return (yield from self._begin())
-            case Continue():
+            case events.Continue():
                 return (yield from self._compute())
-            case Finish():
+            case events.Finish():
                 return self._computed()
-            case Abort():
+            case events.Abort():
                 self._engine.gave_up(self._k, counts=not action.fenced)
-                return Wanted()
-            case Send():
+                return events.Wanted()
+            case events.Send():
                 return self._send(action.ask)
-            case Take():
+            case events.Take():
                 return (yield from self._take(waits=action.waits))
-            case Load():
+            case events.Load():
                 return self._load(merges=action.merges)
-            case Rejoin():
+            case events.Rejoin():
                 return self._rejoin()
-            case Return():
+            case events.Return():
                 self._engine.metrics.rejected += action.dropped  # the store took the step's samples back
-                return Wanted()
+                return events.Wanted()
         raise AssertionError(action)
 
-    def _claim(self, ahead: int) -> Generator[int | None, None, Event]:
+    def _claim(self, ahead: int) -> Generator[int | None, None, events.Event]:
         self._transfers.begin_again()
         first, count, version = yield from self._engine.start(self._k)
         self._claims.append((first, count))
         while len(self._claims) <= ahead and (claim := self._engine.start_ahead(self._k)) is not None:
             self._claims.append(claim)
         self._claimed = self._clock.now
-        return Claimed(len(self._claims), version)
+        return events.Claimed(len(self._claims), version)
 
-    def _pull(self, *, merges: bool) -> Generator[int | None, None, Event]:
+    def _pull(self, *, merges: bool) -> Generator[int | None, None, events.Event]:
         if merges:
             self._advance()
         self._pulled = yield from self._engine.pull(self._k, self._k)
+        self._loaded()
         if merges:
             self._go_on()
-        return Pulled(self._pulled[1])
+        return events.Pulled(self._pulled[1])
 
-    def _load(self, *, merges: bool) -> Event:
+    def _load(self, *, merges: bool) -> events.Event:
         if merges:
             self._advance()
         self._pulled = self._arrived
+        self._loaded()
         if merges:
             self._go_on()
-        return Loaded()
+        return events.Loaded()
 
-    def _rejoin(self) -> Event:
+    def _loaded(self) -> None:
+        if self._own is not None:
+            self._own.loaded()
+
+    def _rejoin(self) -> events.Event:
         self._transfers.begin_again()
         self._engine.rejoin(self._k)
         self._claims.clear()
         self._ways.clear()
         self._pulled = None
-        return Rejoined()
+        return events.Rejoined()
 
     # Computing a step.
 
@@ -210,6 +160,10 @@ class SimulatedWorker:
         w = self._pulled[0]
         for way in self._ways:
             w = w - way
+        if self._own is not None:
+            for gradient, have, wanted in self._own.go_on():
+                w = w - self._engine.model.way(gradient, have, wanted)
+            self._pulled = w, self._pulled[1]
         return w
 
     def _advance(self) -> None:
@@ -222,14 +176,14 @@ class SimulatedWorker:
         assert self._pulled is not None
         self._now.pulled, self._now.base = self._pulled, self._base()
 
-    def _begin(self) -> Generator[int | None, None, Event]:
+    def _begin(self) -> Generator[int | None, None, events.Event]:
         assert self._pulled is not None
         first, count = self._claims.popleft()
         claimed = self._claimed if self._rules.depth == 1 else self._clock.now
         self._step = SimulatedStep(first, count, self._pulled, self._base(), claimed)
         return (yield from self._compute())
 
-    def _compute(self) -> Generator[int | None, None, Event]:
+    def _compute(self) -> Generator[int | None, None, events.Event]:
         """The next micro-batch."""
         step, began = self._now, self._clock.now
         part = self._part(step.count - step.done)
@@ -238,58 +192,62 @@ class SimulatedWorker:
         self._engine.metrics.add(self._k, COMPUTE, began, self._clock.now, self._engine.version)
         step.before, step.done = step.done, step.done + part
         if left := step.count - step.done:
-            return Partial(step.before, step.done, step.count, self._part(left))
+            return events.Partial(step.before, step.done, step.count, self._part(left))
         return self._computed()
 
     def _part(self, left: int) -> int:
         limit = self._engine.workers[self._k].micro_batch or left
         return even_steps(left, limit) if self._rules.local else next_part(left, limit)
 
-    def _computed(self) -> Event:
+    def _computed(self) -> events.Event:
         step, engine = self._now, self._engine
         step.gradient = engine.gradient(self._k, step.base, step.first + step.taken, step.done - step.taken)
         step.lasted = self._clock.now - step.claimed
         if self._rules.local and self._rules.depth > 1 and step.gradient:
             self._ways.append(step.gradient[0])
-        return Computed()
+        return events.Computed()
 
     # Transfers.
 
-    def _send(self, ask: Ask) -> Event:
+    def _send(self, ask: Ask) -> events.Event:
         step, number = self._now, self._count
         self._step = None
         self._sent.append((step, ask))
+        if self._own is not None:
+            self._own.sent(step.gradient[0] if step.gradient else np.zeros(0))
         self._count += 1
         if self._rules.depth > 1:
             processes = len(self._engine.workers)
             channel = self._k + processes * (1 + number % (self._rules.depth - 1))
             self._clock.begin(channel, self._transfer(number, channel, step, ask), self._clock.now)
-        return Sent()
+        return events.Sent()
 
-    def _take(self, *, waits: bool) -> Generator[int | None, None, Event]:
+    def _take(self, *, waits: bool) -> Generator[int | None, None, events.Event]:
         began = self._clock.now
         step, ask = self._sent[0]
         if self._rules.depth == 1:
             yield from self._transfer(self._count - 1, self._k, step, ask)
         elif not self._results:
             if not waits:
-                return Pending()
+                return events.Pending()
             self._waiting = True
             yield None
             self._waiting = False
             self._engine.metrics.add(self._k, WAIT, began, self._clock.now, self._engine.version)
         self._sent.popleft()
+        if self._own is not None:
+            self._own.arrived()
         if self._ways:
             self._ways.popleft()
         done, waited, way = self._results.popleft()
         if done is None:
-            return Arrived(fenced=True)
+            return events.Arrived(fenced=True)
         self._claims.extend(done.claims)  # type: ignore[arg-type]  # ranges of samples here
         self._arrived = done.pulled
         version = done.pulled[1] if done.pulled is not None else None
-        return Arrived(version, len(done.claims), False, waited, way, step.nanoseconds)
+        return events.Arrived(version, len(done.claims), False, waited, way, step.nanoseconds)
 
-    def _transfer(self, number: int, channel: int, step: SimulatedStep, ask: Ask) -> Steps:
+    def _transfer(self, number: int, channel: int, step: SimulatedStep, ask: Ask) -> StepProcess:
         """A transfer: the gradient travels, the store answers, and the parameters travel back."""
         k, engine = self._k, self._engine
         if engine.sends_in_turn(k):
@@ -346,13 +304,13 @@ class SimulatedWorker:
             done: Done = end.value
             return done
 
-    def _push(self, channel: int, step: SimulatedStep) -> Steps:
+    def _push(self, channel: int, step: SimulatedStep) -> StepProcess:
         lasted = step.lasted
         if self._rules.depth == 1:
             lasted = self._clock.now - step.claimed - (step.turn.waited if step.turn is not None else 0)
         return (yield from self._engine.push(self._k, channel, step, lasted))
 
-    def _in_turn(self, what: int, number: int, channel: int) -> Steps:
+    def _in_turn(self, what: int, number: int, channel: int) -> StepProcess:
         """Wait until the transfers before this one have used it."""
         queue = self._queues[what]
         if queue.passed != number:
@@ -365,3 +323,8 @@ class SimulatedWorker:
         channel = queue.waiting.pop(queue.passed, None)
         if channel is not None:
             self._clock.resume(channel)
+
+
+def worker_process(engine: Engine, k: int, rules: StepRules) -> Process:
+    """What worker k of an engine does, to its end."""
+    return SimulatedWorker(engine, k, rules).process()

@@ -27,40 +27,7 @@ from enum import Enum
 
 from pyps.errors import PypsError
 from pyps.native.values import Advice, PolicyNeeds
-from pyps.step.events import (
-    Abort,
-    Action,
-    Advised,
-    Arrived,
-    Check,
-    Claimed,
-    ClaimNext,
-    Compute,
-    Computed,
-    Continue,
-    End,
-    Event,
-    Finish,
-    Flush,
-    Interrupted,
-    Load,
-    Loaded,
-    Partial,
-    Pending,
-    Pull,
-    Pulled,
-    RanOut,
-    Refreshed,
-    Rejoin,
-    Rejoined,
-    Return,
-    Send,
-    Sent,
-    Take,
-    Wanted,
-    WasFenced,
-)
-from pyps.step.parts import merges_after
+from pyps.step import events
 from pyps.step.transfer import Ask
 
 
@@ -158,14 +125,14 @@ class StepMachine:
         self._fenced = False  # in the transfers taken since
         self._arrived_version: int | None = None  # of parameters that came back and are not in the model
         self._in_step = False
-        self._part = Partial(0, 0, 0, 0)  # the last one
+        self._part = events.Partial(0, 0, 0, 0)  # the last one
 
     @property
     def under_way(self) -> int:
         """Transfers that began and were not taken."""
         return len(self._under_way)
 
-    def receive(self, event: Event) -> Action:
+    def receive(self, event: events.Event) -> events.Action:
         """What to do after this event. Raises WrongEvent."""
         transition = TRANSITIONS[self.state].get(type(event))
         if transition is None:
@@ -174,20 +141,20 @@ class StepMachine:
             raise WrongEvent(f"step machine: found {found}; expected {expected}")
         return transition(self, event)
 
-    def _go(self, state: State, action: Action) -> Action:
+    def _go(self, state: State, action: events.Action) -> events.Action:
         self.state = state
         return action
 
     # Towards a step.
 
-    def _given_up(self, event: Event) -> Action:
+    def _given_up(self, event: events.Event) -> events.Action:
         """The trainer wants another step in place of the one under way."""
         self._in_step = False
         if self.rules.depth == 1:
             self.version = None
         return self._wanted(event)
 
-    def _wanted(self, _: Event) -> Action:
+    def _wanted(self, _: events.Event) -> events.Action:
         if self._under_way and self._unaligned:
             self._unaligned = False
             return self._settle(Goal.ALIGN, 0)
@@ -195,78 +162,78 @@ class StepMachine:
             return self._settle(Goal.STEP, len(self._under_way) - 1)
         if self._claims and self.version is not None:
             return self._compute()
-        return self._go(State.CLAIMING, ClaimNext(self.rules.depth - 1))
+        return self._go(State.CLAIMING, events.ClaimNext(self.rules.depth - 1))
 
-    def _claimed(self, event: Event) -> Action:
-        assert isinstance(event, Claimed)
+    def _claimed(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Claimed)
         self._claims = event.count
         version = self.version
         if version is None or not self.rules.exchanges or self.rules.is_old(version, event.version):
-            return self._go(State.PULLING, Pull())
+            return self._go(State.PULLING, events.Pull())
         return self._compute()
 
-    def _pulled(self, event: Event) -> Action:
-        assert isinstance(event, Pulled)
+    def _pulled(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Pulled)
         self.version = event.version
         return self._compute()
 
-    def _compute(self) -> Action:
+    def _compute(self) -> events.Action:
         assert self.version is not None
         self._claims -= 1
         self._in_step = True
-        return self._go(State.COMPUTING, Compute(self.version, may_claim=self.rules.depth == 1))
+        return self._go(State.COMPUTING, events.Compute(self.version, may_claim=self.rules.depth == 1))
 
-    def _ran_out(self, _: Event) -> Action:
-        return self._go(State.IDLE, End())
+    def _ran_out(self, _: events.Event) -> events.Action:
+        return self._go(State.IDLE, events.End())
 
-    def _fenced_before_step(self, _: Event) -> Action:
+    def _fenced_before_step(self, _: events.Event) -> events.Action:
         return self._rejoin(Goal.STEP)
 
     # Within a step.
 
-    def _partial(self, event: Event) -> Action:
-        assert isinstance(event, Partial)
+    def _partial(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Partial)
         self._part = event
         if self.rules.needs.checks_between_micro_batches and self.rules.depth == 1:
-            return self._go(State.CHECKING, Check(event.done, event.following))
+            return self._go(State.CHECKING, events.Check(event.done, event.following))
         return self._merge()
 
-    def _advised(self, event: Event) -> Action:
-        assert isinstance(event, Advised)
+    def _advised(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Advised)
         if event.advice is Advice.CONTINUE:
             return self._merge()
         if event.advice is Advice.ABORT:
             self.version, self._in_step = None, False
-            return self._go(State.IDLE, Abort())
-        return self._go(State.COMPUTING, Finish())
+            return self._go(State.IDLE, events.Abort())
+        return self._go(State.COMPUTING, events.Finish())
 
-    def _merge(self) -> Action:
+    def _merge(self) -> events.Action:
         part, rules = self._part, self.rules
         if rules.local and rules.depth > 1 and self._under_way:
             return self._settle(Goal.MERGE, len(self._under_way))
         if rules.local and merges_after(part.before, part.done, part.count, rules.merges_in_step):
-            return self._go(State.MERGING, Pull(merges=True))
+            return self._go(State.MERGING, events.Pull(merges=True))
         return self._continue()
 
-    def _merged(self, event: Event) -> Action:
-        assert isinstance(event, Pulled)
+    def _merged(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Pulled)
         self.version = event.version
         return self._continue()
 
-    def _continue(self) -> Action:
+    def _continue(self) -> events.Action:
         assert self.version is not None
-        return self._go(State.COMPUTING, Continue(self.version))
+        return self._go(State.COMPUTING, events.Continue(self.version))
 
-    def _fenced_in_step(self, _: Event) -> Action:
+    def _fenced_in_step(self, _: events.Event) -> events.Action:
         return self._rejoin(Goal.MERGE)
 
     # A step's transfer.
 
-    def _computed(self, _: Event) -> Action:
+    def _computed(self, _: events.Event) -> events.Action:
         self._in_step = False
         return self._settle(Goal.SEND, max(0, self.rules.depth - 2))
 
-    def _send(self) -> Action:
+    def _send(self) -> events.Action:
         overlaps = self.rules.depth > 1
         claims = self.rules.depth - self._claims - sum(self._under_way) if overlaps else 0
         exchanges = self.rules.exchanges
@@ -274,39 +241,39 @@ class StepMachine:
         self._under_way.append(ask.claims)
         if not overlaps:
             self.version = None
-        return self._go(State.SENDING, Send(ask))
+        return self._go(State.SENDING, events.Send(ask))
 
-    def _sent(self, _: Event) -> Action:
+    def _sent(self, _: events.Event) -> events.Action:
         return self._settle(Goal.SENT, self.rules.depth - 1, polls=False)
 
-    def _flush(self, _: Event) -> Action:
+    def _flush(self, _: events.Event) -> events.Action:
         return self._settle(Goal.FLUSH, 0)
 
-    def _refreshed(self, event: Event) -> Action:
-        assert isinstance(event, Refreshed)
+    def _refreshed(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Refreshed)
         if self._in_step or self.version is not None:
             self.version = event.version
-        return self._go(self.state, Return())
+        return self._go(self.state, events.Return())
 
     # Transfers that have ended.
 
-    def _settle(self, goal: Goal, most: int, *, polls: bool = True) -> Action:
+    def _settle(self, goal: Goal, most: int, *, polls: bool = True) -> events.Action:
         """Take the transfers that have ended, and wait until at most `most` are under way."""
         self._goal, self._most, self._polls = goal, most, polls
         self._fenced = False
         return self._take()
 
-    def _take(self) -> Action:
+    def _take(self) -> events.Action:
         if self._under_way:
             # All that a fenced worker has under way fails.
             if self._fenced or len(self._under_way) > self._most:
-                return self._go(State.TAKING, Take())
+                return self._go(State.TAKING, events.Take())
             if self._polls:
-                return self._go(State.TAKING, Take(waits=False))
+                return self._go(State.TAKING, events.Take(waits=False))
         return self._taken(None)
 
-    def _arrived(self, event: Event) -> Action:
-        assert isinstance(event, Arrived)
+    def _arrived(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Arrived)
         self._under_way.popleft()
         self._fenced = self._fenced or event.fenced
         if not event.fenced:
@@ -317,71 +284,95 @@ class StepMachine:
                 self._unaligned = True
         return self._take()
 
-    def _taken(self, _: Event | None) -> Action:
+    def _taken(self, _: events.Event | None) -> events.Action:
         if self._fenced:
             return self._rejoin(self._goal)
         if self._arrived_version is not None:
-            return self._go(State.LOADING, Load(merges=self._goal is Goal.MERGE))
+            return self._go(State.LOADING, events.Load(merges=self._goal is Goal.MERGE))
         return self._settled()
 
-    def _loaded(self, _: Event) -> Action:
+    def _loaded(self, _: events.Event) -> events.Action:
         self.version, self._arrived_version = self._arrived_version, None
         return self._settled()
 
-    def _rejoin(self, goal: Goal) -> Action:
+    def _rejoin(self, goal: Goal) -> events.Action:
         self._goal, self._fenced = goal, True
         self._claims, self.version, self._arrived_version = 0, None, None
-        return self._go(State.REJOINING, Rejoin())
+        return self._go(State.REJOINING, events.Rejoin())
 
-    def _rejoined(self, _: Event) -> Action:
+    def _rejoined(self, _: events.Event) -> events.Action:
         # What came back before counts no wait again, where the worker had waited for all of it.
         self._unaligned = self.rules.local and self.rules.depth > 1
         return self._settled()
 
-    def _settled(self) -> Action:
+    def _settled(self) -> events.Action:
         goal, fenced = self._goal, self._fenced
         if goal in (Goal.STEP, Goal.ALIGN):
             if goal is Goal.ALIGN and not fenced:
                 self._unaligned = False  # waits of what came back do not count again
-            return self._wanted(Wanted())
+            return self._wanted(events.Wanted())
         if goal is Goal.SEND and not fenced:
             return self._send()
         if goal is Goal.MERGE:
             self._in_step = not fenced
-            return self._go(State.IDLE, Abort(fenced=True)) if fenced else self._continue()
+            return self._go(State.IDLE, events.Abort(fenced=True)) if fenced else self._continue()
         if self._in_step:
-            return self._go(State.COMPUTING, Return())
-        return self._go(State.IDLE, Return(dropped=goal is Goal.SEND))
+            return self._go(State.COMPUTING, events.Return())
+        return self._go(State.IDLE, events.Return(dropped=goal is Goal.SEND))
 
-    def _interrupted(self, event: Event) -> Action:
-        assert isinstance(event, Interrupted)
+    def _interrupted(self, event: events.Event) -> events.Action:
+        assert isinstance(event, events.Interrupted)
         failed = event.transfer and self.rules.depth > 1
         if event.transfer and not failed:
             self._under_way.clear()
         after = State.COMPUTING if self._in_step else State.IDLE
-        return self._go(State.FAILED if failed else after, Return())
+        return self._go(State.FAILED if failed else after, events.Return())
 
 
-Transition = Callable[[StepMachine, Event], Action]
+Transition = Callable[[StepMachine, events.Event], events.Action]
 _M = StepMachine
-TRANSITIONS: dict[State, dict[type[Event], Transition]] = {
-    State.IDLE: {Wanted: _M._wanted, Flush: _M._flush, Refreshed: _M._refreshed},
-    State.CLAIMING: {Claimed: _M._claimed, RanOut: _M._ran_out, WasFenced: _M._fenced_before_step},
-    State.PULLING: {Pulled: _M._pulled, WasFenced: _M._fenced_before_step},
-    State.COMPUTING: {
-        Wanted: _M._given_up,
-        Partial: _M._partial,
-        Computed: _M._computed,
-        Flush: _M._flush,
-        Refreshed: _M._refreshed,
+TRANSITIONS: dict[State, dict[type[events.Event], Transition]] = {
+    State.IDLE: {events.Wanted: _M._wanted, events.Flush: _M._flush, events.Refreshed: _M._refreshed},
+    State.CLAIMING: {
+        events.Claimed: _M._claimed,
+        events.RanOut: _M._ran_out,
+        events.WasFenced: _M._fenced_before_step,
     },
-    State.CHECKING: {Advised: _M._advised, WasFenced: _M._fenced_in_step},
-    State.MERGING: {Pulled: _M._merged, WasFenced: _M._fenced_in_step},
-    State.SENDING: {Sent: _M._sent},
-    State.TAKING: {Arrived: _M._arrived, Pending: _M._taken},
-    State.LOADING: {Loaded: _M._loaded},
-    State.REJOINING: {Rejoined: _M._rejoined},
+    State.PULLING: {events.Pulled: _M._pulled, events.WasFenced: _M._fenced_before_step},
+    State.COMPUTING: {
+        events.Wanted: _M._given_up,
+        events.Partial: _M._partial,
+        events.Computed: _M._computed,
+        events.Flush: _M._flush,
+        events.Refreshed: _M._refreshed,
+    },
+    State.CHECKING: {events.Advised: _M._advised, events.WasFenced: _M._fenced_in_step},
+    State.MERGING: {events.Pulled: _M._merged, events.WasFenced: _M._fenced_in_step},
+    State.SENDING: {events.Sent: _M._sent},
+    State.TAKING: {events.Arrived: _M._arrived, events.Pending: _M._taken},
+    State.LOADING: {events.Loaded: _M._loaded},
+    State.REJOINING: {events.Rejoined: _M._rejoined},
     State.FAILED: {},
 }
 for _state in (s for s in State if s not in (State.IDLE, State.COMPUTING)):
-    TRANSITIONS[_state][Interrupted] = _M._interrupted
+    TRANSITIONS[_state][events.Interrupted] = _M._interrupted
+
+
+def even_steps(samples: int, most: int) -> int:
+    """The samples of the next local step if `samples` are left, at most `most` in one: all are alike."""
+    return -(-samples // -(-samples // most))
+
+
+def next_part(samples: int, most: int) -> int:
+    """The samples of the next micro-batch if `samples` are left: what `most` allows, but one less where a
+    single one would be left over, which batch normalization cannot train on.
+    """
+    return min(samples, most - (samples - most == 1 and most > 2))
+
+
+def merges_after(before: int, done: int, count: int, merges: int) -> bool:
+    """Whether a worker merges when `done` samples of a claim of `count` have had their local steps.
+
+    before: samples at the last step. merges: in all, evenly spaced; never after the last step.
+    """
+    return done < count and done * (merges + 1) // count > before * (merges + 1) // count

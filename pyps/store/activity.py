@@ -81,7 +81,8 @@ def explain(found: Sequence[Activity], names: Mapping[int, str]) -> str:
 
 def _activity(rank: int, member: Member | None, state: StoreActivity, local: bool) -> Activity:
     if member is None:
-        return Activity(rank, "absent", 0.0, "has not joined", None)
+        text = "is away: it has left or died" if state.ranks[rank].pushes else "has not joined"
+        return Activity(rank, "absent", 0.0, text, None)
     if member.state is MemberState.LEFT:
         return Activity(rank, "left", 0.0, "has left", member)
     if member.state is MemberState.DEAD:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status

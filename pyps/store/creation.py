@@ -6,9 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pyps.errors import InputError
 from pyps.native.state import VECTORS, StoreState
-from pyps.native.values import Agreement, Codec, Config, Flat, Optimizer, Tensor, as_f32
+from pyps.native.values import Agreement, Codec, Config, Flat, Optimizer, Tensor
 from pyps.store.policies import DEFAULT_POLICY, Policy, policy_named, register_policy
 
 MASTERS = (Codec.F32, Codec.BF16)  # how a store can keep parameters
@@ -97,7 +100,7 @@ def _given(
     for field, names in (("groups", groups.keys()), ("averaged", set(averaged))):
         if unknown := names - tensors.keys():
             raise InputError(where, field, repr(min(unknown)), "names of tensors")
-    initial = {key: as_f32(where, f"tensors[{key!r}]", value) for key, value in tensors.items()}
+    initial = {key: _as_f32(where, f"tensors[{key!r}]", value) for key, value in tensors.items()}
     kinds = (Tensor(key, a.shape, groups.get(key, 0), averaged=key in averaged) for key, a in initial.items())
     return tuple(kinds), tuple(initial.values())
 
@@ -155,8 +158,19 @@ def _arrays(where: str, what: str, arrays: Mapping[str, Any], tensors: tuple[Ten
         field = f"state: {what}[{tensor.name!r}]"
         if tensor.name not in arrays:
             raise InputError(where, field, "nothing", f"an array {list(tensor.shape)}")
-        checked[tensor.name] = as_f32(where, field, arrays[tensor.name])
+        checked[tensor.name] = _as_f32(where, field, arrays[tensor.name])
         if checked[tensor.name].shape != tuple(tensor.shape):
             found = str(list(checked[tensor.name].shape))
             raise InputError(where, field, found, str(list(tensor.shape)))
     return checked
+
+
+def _as_f32(where: str, field: str, value: Any) -> NDArray[np.float32]:
+    """A contiguous fp32 copy-if-needed of an array or tensor of real numbers. Raises InputError."""
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu":
+        raise InputError(where, field, f"an array of {array.dtype}", "real numbers")
+    return np.asarray(array, dtype=np.float32, order="C")

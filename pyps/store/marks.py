@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 
 from pyps.errors import InvalidArgument
 from pyps.native.values import Tensor
 
-MARK = re.compile(r"pyps\.([0-9a-f]{16})\.(\d+)\.(\d+)")
+MARK = re.compile(r"pyps\.([0-9a-f]{16})\.(\d+)\.([0-9a-f]{32})\.(\d+)")
+SEAL_BYTES = 16
 
 
-def mark(run: int, servers: int, group: int) -> str:
+def mark(run: int, servers: int, seal: bytes, group: int) -> str:
     """A tensor's name in the store of a head or a shard (pyps.shards.cut)."""
-    return f"pyps.{run:016x}.{servers}.{group}"
+    return f"pyps.{run:016x}.{servers}.{seal.hex()}.{group}"
 
 
 def run_and_servers(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Of the store of a head or a shard: which run's, and over how many servers; None: of no such store."""
-    found = MARK.fullmatch(tensors[-1].name) if tensors and tensors[-1].shape != (0,) else None
+    found = _marked(tensors)
     return None if found is None else (int(found[1], 16), int(found[2]))
+
+
+def seal_of(tensors: Sequence[Tensor]) -> bytes:
+    """The seal of a shard, known to its maker and the servers alone; of a head what `sealed` makes of it."""
+    found = _marked(tensors)
+    return b"" if found is None else bytes.fromhex(found[3])
+
+
+def sealed(seal: bytes) -> bytes:
+    """What all may see of a seal: who knows the seal is known by it."""
+    return hashlib.blake2b(seal, digest_size=SEAL_BYTES).digest()
+
+
+def _marked(tensors: Sequence[Tensor]) -> re.Match[str] | None:
+    return MARK.fullmatch(tensors[-1].name) if tensors and tensors[-1].shape != (0,) else None
 
 
 def check_whole(tensors: Sequence[Tensor]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pyps import native
 from pyps.errors import InputError, UnknownPolicy, one_of
 from pyps.formats.mode import ROUND, Pace
-from pyps.native import custom
+from pyps.native.core import is_registered, register_decider
 from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
 Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
@@ -38,8 +38,8 @@ class Policy:
     a timeout wait for twice as long. `scaling`: what a push takes of an optimizer step, where no round
     waits for all: "samples", its part of a global batch; "none", a whole one, for scripts that scale the
     learning rate. `lookahead`: there, and unless scaling is "none", a worker pulls the parameters as momentum
-    and gradients like its last one will have moved them when its next one is admitted. Raises InputError for
-    a value out of its range.
+    and gradients like its last one will have moved them when its next one is admitted; in a pipeline of
+    rounds, as momentum and its gradients under way. Raises InputError for a value out of its range.
     """
 
     round_timeout_seconds: float = 60.0
@@ -62,6 +62,11 @@ class Policy:
     def pace(self) -> Pace:
         """What its workers wait for, as the planner counts it."""
         return Pace("free")
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether pulls look ahead, where gradients come late."""
+        return self.lookahead and self.scaling == "samples"
 
     def params(self) -> PolicyParams:
         """The policy's numbers, as the C core takes them."""
@@ -254,8 +259,8 @@ class SaPS(Policy):
     gradients are noisy), "quantile" (of the stalenesses seen, but at least the number of workers) or "fixed"
     (`bound`; inf: ASP). late: "drop" later gradients, or "weigh" them by threshold / staleness; "auto":
     weigh those later than a measured threshold, unless workers may abort. noise: what "measured" takes for
-    the variance of a gradient over the squared length of the true one. abort: a late worker learns between
-    micro-batches that its gradient would be dropped, instead of when it is done.
+    the variance of a gradient over the squared length of the true one; None: as measured. abort: a late
+    worker learns between micro-batches that its gradient would be dropped, instead of when it is done.
     """
 
     threshold: Threshold = "measured"
@@ -263,7 +268,7 @@ class SaPS(Policy):
     quantile: float = 0.9
     abort: bool = False
     late: Late = "auto"
-    noise: float = 4.0
+    noise: float | None = None
 
     name: ClassVar[str] = "saps"
     number: ClassVar[int] = 9
@@ -279,7 +284,8 @@ class SaPS(Policy):
             raise InputError(self.name, "quantile", repr(self.quantile), "0.01 to 0.999")
         if self.abort and self._weighs:
             raise InputError(self.name, "abort", "true with late=weigh", "late=drop, or no abort")
-        self._check("noise", least=0.0)
+        if self.noise is not None:
+            self._check("noise", least=0.0)
 
     @property
     def _weighs(self) -> bool:
@@ -293,7 +299,7 @@ class SaPS(Policy):
             abort=int(self.abort),
             quantile=self.quantile,
             late=int(self._weighs),
-            noise=float(self.noise),
+            noise=-1.0 if self.noise is None else float(self.noise),
         )
 
 
@@ -378,12 +384,12 @@ DEFAULT_POLICY: Policy = BSP()
 def register_policy(policy: Policy) -> None:
     """Register a custom policy with the core of this process."""
     if isinstance(policy, Custom):
-        custom.register(policy.params().custom, policy)
+        register_decider(policy.params().custom, policy)
 
 
 def check_known(number: int, params: PolicyParams) -> None:
     """Raise UnknownPolicy for a store of a custom policy that this process has not registered."""
-    if number == CUSTOM and not custom.is_registered(params.custom):
+    if number == CUSTOM and not is_registered(params.custom):
         raise UnknownPolicy("join", "this process has not registered the store's custom policy")
 
 
@@ -426,8 +432,9 @@ def _imported(name: str) -> type[Policy] | None:
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), qualified, None)
-    except ImportError as error:
-        raise InputError("policy", "", f"{name!r}: {error}", "module.Class of a pyps.Custom") from None
+    except Exception as error:  # a module runs when it is imported
+        found = f"{name!r}: {type(error).__name__}: {error}"
+        raise InputError("policy", "", found, "module.Class of a pyps.Custom") from None
     finally:
         sys.path.remove(os.getcwd())
     return found if isinstance(found, type) and issubclass(found, Custom) else None

@@ -14,16 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import (
-    Busy,
-    InvalidArgument,
-    NotFinite,
-    OutOfSpace,
-    SnapshotCancelled,
-)
-from pyps.formats.turns import TurnSchedule
+from pyps.errors import Busy, InvalidArgument, NotFinite, OutOfSpace, SnapshotCancelled
+from pyps.formats.plan import TurnSchedule
 from pyps.native.local import LocalBackend
-from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements
+from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, row_ranges, tensor_ranges
 from pyps.native.state import StoreState
 from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
@@ -48,20 +42,13 @@ from pyps.store.creation import store_config
 from pyps.store.handle import StoreHandle
 from pyps.store.marks import check_whole
 from pyps.store.policies import Policy, check_known
-from pyps.store.ranges import row_ranges, tensor_ranges
-from pyps.store.request import check_request, check_vector, push_request
-from pyps.store.staging import StagingBuffer
+from pyps.store.staging import StagingBuffer, check_request, check_vector, push_request
 
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
 UNSAID = Agreement()
 Making = Callable[[str, Config, StoreState | None, bool], Backend]
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
-
-
-def make_segment(name: str, config: Config, state: StoreState | None, keep: bool) -> Backend:
-    """A new segment of this machine."""
-    return LocalBackend.create(name, config, state, keep=keep)
 
 
 class Store(StoreHandle):
@@ -92,7 +79,7 @@ class Store(StoreHandle):
         snapshot_spares: int = 0,
         staging_buffers: int = 0,
         keep: bool = False,
-        make: Making = make_segment,
+        make: Making = LocalBackend.create,
     ) -> Self:
         """Make a segment and open it. The creator's close() removes the segment's name, unless `keep`.
 

@@ -12,14 +12,13 @@ from pyps.torch.checkpoint import load, save
 from pyps.torch.decisions import RankState
 from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
-from pyps.torch.metrics import to_sink
 from pyps.torch.noise import GradientNoise
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.rebalance import Rebalancer
+from pyps.torch.rebalance import Rebalancer, to_sink
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.scale import loss_scale
 from pyps.torch.stream import UnevenIterableDataset
 from pyps.torch.weighted import WeightedHook
+from pyps.torch.weighting import count_targets, loss_scale
 
 __all__ = [
     "AdaptiveBatch",
@@ -35,6 +34,7 @@ __all__ = [
     "WeightedHook",
     "agreed_split",
     "check_gradient",
+    "count_targets",
     "load",
     "loss_scale",
     "save",

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
@@ -42,7 +43,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         each rank has a profile.
     profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
     rebalance: whether the split follows the devices' speed while training.
-    count, wire: as in weighted_hook.
+    count, reduction, wire: as in weighted_hook.
     All other arguments are Accelerator's. `run` has the sampler, the hook and the Rebalancer once all is
     prepared. Raises InputError for dispatched batches, a second shuffled loader, and FSDP.
     """
@@ -57,6 +58,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         max_batch: int | None = None,
         rebalance: bool = True,
         count: Callable[..., Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         wire: Wire = "same",
         **options: Any,
     ) -> None:
@@ -71,15 +73,20 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         if self.num_processes > 1 and self.distributed_type not in SUPPORTED:
             expected = "DDP; loss_scale is for others"
             raise InputError("UnevenAccelerator", "distributed_type", self.distributed_type.value, expected)
-        self.run = UnevenRun(profile, max_batch, rebalance)
-        self._plan, self._count, self._wire = plan, count, wire
+        self.run = UnevenRun(profile, max_batch, rebalance, plan=plan)
+        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction, "wire": wire}
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """As Accelerator's; all ranks together."""
         prepared = super().prepare(*objects, **options)
         if self.run.connect():
-            self.register_for_checkpointing(self.run)
+            self.register_save_state_pre_hook(self._save_run)  # what is registered as an object is a pickle
+            self.register_load_state_pre_hook(lambda _, folder: self.run.load(folder))
         return prepared
+
+    def _save_run(self, _: Any, __: Any, folder: str) -> None:
+        each = self.project_configuration.save_on_each_node
+        self.run.save(folder, writes=self.is_local_main_process if each else self.is_main_process)
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -111,9 +118,28 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return optimizer
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """loss: the mean over its micro-batch."""
-        weighted = self.run.hook is not None
-        super().backward(loss * self.gradient_accumulation_steps if weighted else loss, **options)
+        """loss: the mean over its micro-batch; outside accumulate(), the script's own part of it."""
+        self.run.check_plan()
+        managed = any(hook.passes.managed for hook in self.run.hooks)
+        super().backward(loss * self.gradient_accumulation_steps if managed else loss, **options)
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        for hook in self.run.hooks:
+            hook.passes.managed = self.gradient_accumulation_steps > 1
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            for hook in self.run.hooks:
+                hook.passes.managed = False
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        training = self.run.loader is not None and self.gradient_state.active_dataloader is self.run.loader
+        if training and self.num_processes > 1 and not use_gather_object:
+            expected = "use_gather_object=True: its batches are not equal"
+            raise InputError("gather_for_metrics", "batch", "one of the training loader", expected)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerator's, after load_state(); the training loader then continues in its own epoch."""
@@ -127,11 +153,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return dataloader
 
     def _train_loader(self, data_loader: DataLoader[Any]) -> Any:
-        if self.run.loader is not None:
-            found, expected = "a second shuffled loader", "one; others without shuffling"
-            raise InputError("UnevenAccelerator", "prepare", found, expected)
         parts = self.gradient_accumulation_steps
-        loader = uneven_loader(data_loader, parts, self._plan, self.run)
+        loader = uneven_loader(data_loader, parts, self.run)
         prepared = prepare_data_loader(
             loader,
             self.device,
@@ -149,6 +172,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(self, *arguments: Any, **options: Any) -> Any:
         model = super().prepare_model(*arguments, **options)
         ddp = getattr(model, "_orig_mod", model)
-        if self.run.hook is None and isinstance(ddp, DistributedDataParallel):
-            self.run.weight(weighted_hook(ddp, count=self._count, wire=self._wire, scaler=self.scaler))
+        if isinstance(ddp, DistributedDataParallel) and not getattr(ddp, "_comm_hooks", None):
+            hook = weighted_hook(ddp, **self._hooked, scaler=self.scaler)
+            self.run.weight(hook, managed=False)
         return model

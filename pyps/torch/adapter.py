@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
 from pyps.formats import Profile
+from pyps.formats.files import write_bytes
 from pyps.torch.ddp_hook import DDPHook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import PlanLike
+from pyps.worker.packing import for_file, from_file
 from pyps.worker.sampling import MAX_SEED
 
+STATE = "uneven.safetensors"  # in the folder of a library's checkpoint
 KEPT = (  # what a loader with other batches takes over
     "num_workers",
     "collate_fn",
@@ -34,8 +39,8 @@ KEPT = (  # what a loader with other batches takes over
 class UnevenRun:
     """The sampler, hook and Rebalancer of a run under a library, and their state.
 
-    profile, max_batch: of this rank's device. rebalance: whether there is a Rebalancer. counts_anew: whether
-    the library calls this process's first epoch 0, also where a run goes on.
+    plan: of the batches, or None. profile, max_batch: of this rank's device. rebalance: whether there is a
+    Rebalancer. counts_anew: whether the library calls this process's first epoch 0, also where a run goes on.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class UnevenRun:
         max_batch: int | None,
         rebalance: bool,
         counts_anew: bool = False,
+        plan: PlanLike | None = None,
     ) -> None:
+        self.plan = plan
         self.counts_anew = counts_anew
         self.profile, self.max_batch, self.rebalance = profile, max_batch, rebalance
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
-        self.hook: DDPHook | None = None
+        self.hooks: list[DDPHook] = []
         self.balance: Rebalancer | None = None
         self._skipped = 0, 0  # an epoch, and the rounds of it that were trained before this process
         self._connected = False
@@ -57,11 +64,23 @@ class UnevenRun:
         self._is_reduced = False  # whether there was a gradient since the last round ended
         self.read_ahead = 0  # rounds that the first pass reads and does not train
 
-    def weight(self, hook: DDPHook) -> None:
-        """Take the model's hook. Each loss is the mean over its micro-batch."""
-        self.hook = hook
-        hook.micro_batches.managed = True
-        hook.on_ready.append(self._reduced)
+    def weight(self, hook: DDPHook, managed: bool) -> None:
+        """Take a model's hook; the first one's rounds are the run's. managed: as in Passes."""
+        hook.passes.managed = managed
+        self.hooks.append(hook)
+        if hook is self.hook:
+            hook.on_ready.append(self._reduced)
+
+    @property
+    def hook(self) -> DDPHook | None:
+        """The first model's."""
+        return self.hooks[0] if self.hooks else None
+
+    def check_plan(self) -> None:
+        """Raise InputError if there is a plan and no loader that follows it."""
+        if self.plan is not None and self.sampler is None and self.hook is not None:
+            expected = "a shuffled DataLoader, or one with an UnevenBatchSampler"
+            raise InputError("plan", "loader", "none that it is for", expected)
 
     def connect(self) -> bool:
         """Once there are a hook and a sampler, make the Rebalancer; whether this call did that."""
@@ -141,6 +160,28 @@ class UnevenRun:
         if self._connected:
             self._load_own()
 
+    def save(self, folder: str | os.PathLike[str], *, writes: bool) -> None:
+        """Write the state into a library's checkpoint, as tensors and JSON; all ranks call it, one `writes`.
+
+        Raises InputError where it cannot be written.
+        """
+        tensors, rest = for_file(self.state_dict())
+        if writes:
+            write_bytes(Path(folder) / STATE, save(tensors, rest))
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Continue from what save() wrote; False if there is none. Raises InputError for another file."""
+        path = Path(folder) / STATE
+        if not path.exists():
+            return False
+        expected = "what UnevenRun.save() wrote"
+        state = from_file(path, expected)
+        try:
+            self.load_state_dict(state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise InputError(str(path), "state", repr(error), expected) from error
+        return True
+
     def _load_own(self) -> None:
         state, self._own_state = self._own_state, None
         if state is None or self.hook is None:
@@ -160,7 +201,6 @@ def check_processes(where: str, processes: int, expected: str) -> None:
 def uneven_loader(
     loader: DataLoader[Any],
     parts: int,
-    plan: PlanLike | None,
     run: UnevenRun,
     *,
     total: int | None = None,
@@ -172,8 +212,10 @@ def uneven_loader(
 
     total: B; by default the loader's batch size, that of all ranks, for each of the parts. run: gets the
     sampler. A loader that has an UnevenBatchSampler keeps it. All ranks call it. Raises InputError for a
-    sampler of another number of micro-batches, and for a loader without a batch size.
+    sampler of another number of micro-batches, for a loader without a batch size, and for a second one.
     """
+    if run.sampler is not None:
+        raise InputError("prepare", "loader", "a second shuffled loader", "one; others without shuffling")
     sampler: Any = loader.batch_sampler
     if isinstance(sampler, UnevenBatchSampler):
         if sampler.accumulation != parts:
@@ -182,7 +224,7 @@ def uneven_loader(
         if total is None and loader.batch_size is None:
             expected = "the batch of all ranks, or an UnevenBatchSampler"
             raise InputError("prepare", "loader", "no batch_size", expected)
-        split = plan
+        split = run.plan
         if split is None:
             total = total or (loader.batch_size or 1) * parts
             split = agreed_split(total, run.profile, max_batch=run.max_batch, accumulate=parts)

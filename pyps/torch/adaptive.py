@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt
 from pyps.solver.online.global_batch import RankDevice, Rule, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.noise import GradientNoise

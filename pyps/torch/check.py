@@ -121,7 +121,8 @@ class _InDDP:
 
     def _gradient(self, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
         """Without reduction, float64 [parameters]; .grad, which DDP hooks into, does not change."""
-        found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
+        with unweighted():
+            found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
         both = zip(self.parameters, found, strict=True)
         return _flat(torch.zeros_like(p) if g is None else g for p, g in both)
 

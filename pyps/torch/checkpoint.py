@@ -18,7 +18,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +47,7 @@ from pyps.torch.peers import is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
 from pyps.torch.weighted import WeightedHook
-from pyps.worker.packing import names_in, pack, unpack
+from pyps.worker.packing import join_shared, names_in, pack, unpack
 
 NOISE = "noise.json"  # in the folder of all checkpoints
 OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
@@ -73,13 +73,13 @@ def save(
 
     folder: of the checkpoints, seen by all ranks. model, optimizer: those of the run; a DDP model's names are
     those of the module in it. sampler: an UnevenBatchSampler or UnevenIterableDataset. rounds: the rounds of
-    this epoch that were trained; by default those that were handed out, which is wrong where DataLoader
-    workers fetch ahead (refused where a Rebalancer counts them). step: the checkpoint's number, rising; by
+    this epoch that were trained; by default those that a hook with the sampler, or a Rebalancer, has counted.
+    step: the checkpoint's number, rising; by
     default the samples trained. group: of the ranks; by default all. state: more to save by name: objects
     with state_dict() (a WeightedHook, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and
     dicts of them; a GradientNoise also writes noise.json into the folder, for pyps-plan. Raises InputError on
-    all ranks if it cannot be written; the last one stays. Raises it for a tensor-parallel model in
-    DistributedDataParallel, of whose parameters each rank has a part without a name.
+    all ranks if it cannot be written, and the last one stays; and for a tensor-parallel model in DDP, of
+    whose parameters each rank has a part without a name.
     """
     _check_torch()
     _refuse_divided(model)
@@ -89,10 +89,46 @@ def save(
         "model": pack(_plain_module(model).state_dict(), "model", tensors),
         "optimizer": None if optimizer is None else pack(optimizer.state_dict(), "optimizer", tensors),
     }
+    join_shared(common, tensors)
     if sampler is not None:
         done = trained_rounds(sampler, rounds)
         common |= {"sampler": sampler.state_dict(done), "changes": sampler.changes(done)}
-    rank = dist.get_rank(group)
+    given, ranks = _states(state, model, tensors, group)
+
+    def fill(temporary: Path) -> Checkpoint:
+        _broadcast(str(temporary), group)
+        _write(temporary, tensors, group)
+        return Checkpoint(
+            made_with=metadata.version("pyps-train"),
+            unix_seconds=time.time(),
+            version=number,
+            state={"common": common | given, "ranks": ranks},
+            files={path.name: sync_file(path) for path in sorted(temporary.iterdir())},
+        )
+
+    def write() -> Path:
+        written = fill_folder(Path(folder), number, fill, keep)
+        for noise in (value for value in state.values() if isinstance(value, GradientNoise)):
+            noise.save(Path(folder) / NOISE)
+        return written
+
+    written = _first_rank(write, tensors, group)
+    # Gloo's threads drop the last collective's tensors, for which they need the GIL. If the script ends just
+    # then, they cannot have it, and abort the process (torch 2.13).
+    time.sleep(AFTER_COLLECTIVES_SECONDS)
+    return written
+
+
+def _states(
+    state: Mapping[str, Any],
+    model: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> tuple[dict[str, Any], list[Any]]:
+    """What the script gave to save, and its tensors into `tensors`: what all ranks have alike, and of each
+    rank its own, its random numbers too.
+    """
+    rank, common = dist.get_rank(group), dict[str, Any]()
     own: dict[str, Any] = {"random": pack(_random_states(_gpu_of(model)), f"rank{rank}.random", tensors)}
     for name, value in state.items():
         plain = value.state_dict() if hasattr(value, "state_dict") else value
@@ -102,30 +138,7 @@ def save(
             common[f"state.{name}"] = pack(plain, f"state.{name}", tensors)
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
-
-    def fill(temporary: Path) -> Checkpoint:
-        _broadcast(str(temporary), group)
-        _write(temporary, tensors, group)
-        return Checkpoint(
-            made_with=metadata.version("pyps-train"),
-            unix_seconds=time.time(),
-            version=number,
-            state={"common": common, "ranks": ranks},
-            files={path.name: sync_file(path) for path in sorted(temporary.iterdir())},
-        )
-
-    def write() -> Path:
-        written = fill_folder(Path(folder), number, fill, keep)
-        for value in state.values():
-            if isinstance(value, GradientNoise):
-                value.save(Path(folder) / NOISE)
-        return written
-
-    written = _first_rank(write, tensors, group)
-    # Gloo's threads drop the last collective's tensors, for which they need the GIL. If the script ends just
-    # then, they cannot have it, and abort the process (torch 2.13).
-    time.sleep(AFTER_COLLECTIVES_SECONDS)
-    return written
+    return common, ranks
 
 
 def load(
@@ -149,35 +162,47 @@ def load(
     if found is None:
         return None
     path, manifest = found
-    common, ranks = manifest.state["common"], manifest.state["ranks"]
-    same_ranks = len(ranks) == dist.get_world_size(group)
-    own = ranks[dist.get_rank(group)] if same_ranks else {}
-    shards = _shards(_plain_module(model), optimizer)
-    tensors = _read(path, names_in(common) | names_in(own), shards, group)
-    where = str(path)
-    _load_model(where, _plain_module(model), unpack(common["model"], tensors))
-    if optimizer is not None:
-        _load_optimizer(where, optimizer, unpack(common["optimizer"], tensors))
-    if sampler is not None:
-        sampler.load_state_dict(common.get("sampler", {}))
-        if same_ranks and sum(common["changes"][0][2]) == sampler.global_batch:
-            for epoch, number, split in common["changes"]:
-                sampler.replan(split, epoch, number)
-    rest = {name.removeprefix("state."): value for name, value in common.items() if name.startswith("state.")}
-    for name, value in state.items():
-        if not hasattr(value, "load_state_dict") and name in rest:
-            continue  # numbers, text, lists and dicts: the caller gets them
-        packed = own.get(name) if isinstance(value, OF_A_RANK) else rest.pop(name, None)
-        if packed is not None:
-            value.load_state_dict(unpack(packed, tensors))
-        elif same_ranks or not isinstance(value, OF_A_RANK):
-            raise InputError(where, name, "nothing", f"a state that was saved as {name}=")
-    if same_ranks:
-        random_states, gpu = unpack(own["random"], tensors), _gpu_of(model)
-        _set_random_states(random_states, gpu)
-        if sampler is not None:  # a DataLoader draws a number before it goes on in an epoch that had begun
-            sampler.before_pass = partial(_set_random_states, random_states, gpu)
-    return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
+    with _describing(path):
+        common, ranks = manifest.state["common"], manifest.state["ranks"]
+        same_ranks = len(ranks) == dist.get_world_size(group)
+        own = ranks[dist.get_rank(group)] if same_ranks else {}
+        shards = _shards(_plain_module(model), optimizer)
+        tensors = _read(path, names_in(common) | names_in(own), shards, group)
+        where = str(path)
+        _load_model(where, _plain_module(model), unpack(common["model"], tensors))
+        if optimizer is not None:
+            _load_optimizer(where, optimizer, unpack(common["optimizer"], tensors))
+        if sampler is not None:
+            sampler.load_state_dict(common.get("sampler", {}))
+            if same_ranks and sum(common["changes"][0][2]) == sampler.global_batch:
+                for epoch, number, split in common["changes"]:
+                    sampler.replan(split, epoch, number)
+        rest = {
+            name.removeprefix("state."): value for name, value in common.items() if name.startswith("state.")
+        }
+        for name, value in state.items():
+            if not hasattr(value, "load_state_dict") and name in rest:
+                continue  # numbers, text, lists and dicts: the caller gets them
+            packed = own.get(name) if isinstance(value, OF_A_RANK) else rest.pop(name, None)
+            if packed is not None:
+                value.load_state_dict(unpack(packed, tensors))
+            elif same_ranks or not isinstance(value, OF_A_RANK):
+                raise InputError(where, name, "nothing", f"a state that was saved as {name}=")
+        if same_ranks:
+            random_states, gpu = unpack(own["random"], tensors), _gpu_of(model)
+            _set_random_states(random_states, gpu)
+            if sampler is not None:  # a DataLoader draws a number before it goes on in an epoch
+                sampler.before_pass = partial(_set_random_states, random_states, gpu)
+        return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
+
+
+@contextlib.contextmanager
+def _describing(path: Path) -> Iterator[None]:
+    """What a state of wrong types or shapes leads to, as an InputError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(str(path), "state", repr(error), "that of pyps.torch.save") from error
 
 
 def _check_torch() -> None:
@@ -208,12 +233,14 @@ def _in_ddp(model: torch.nn.Module) -> torch.nn.Module | None:
 def trained_rounds(sampler: Rounds, rounds: int | None) -> int:
     """The rounds of this pass that count as trained; rounds: the caller's word.
 
-    Raises InputError without one if more were handed out than a Rebalancer has counted: it may lack one.
+    Raises InputError if nothing has counted them: DataLoader workers fetch ahead of what is trained.
     """
-    if rounds is None and sampler.trained is not None and abs(sampler.drawn - sampler.trained) > 1:
-        expected = f"{sampler.trained}, as DataLoader workers fetch ahead"
+    if rounds is not None:
+        return rounds
+    if (sampler.trained is None and sampler.begun) or (sampler.trained or 0) > sampler.drawn > 0:
+        expected = "those that were trained, or weighted_hook(model, sampler) with one gradient a round"
         raise InputError("pyps.torch.save", "rounds", "nothing", expected)
-    return sampler.drawn if rounds is None else rounds
+    return sampler.trained or 0
 
 
 def _samples(sampler: Rounds | None, rounds: int | None) -> int:

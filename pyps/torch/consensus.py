@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from pyps.errors import InputError
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt
 
 DEADLINE_SECONDS = 300.0
 WARN_SECONDS = 10.0

@@ -4,18 +4,19 @@ DDP averages: 1/N for each rank, whatever its batch. The gradient of the mean lo
 
     g = sum_i (w_i / W) g_i,    W = sum_i w_i,    w_i the samples (or targets) behind rank i's gradient g_i
 
-The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batch that the model got and sums
-W over the ranks together with the first bucket, so both are right in the epoch's last round, after a new plan
-and after ranks have come or gone. With NCCL a stream of its own waits for W: no longer than the sum of the
-bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W of the round before,
-and corrected when the new W has arrived and differs.
+The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batches that the gradient comes
+from (passes.py) and sums W over the ranks together with the first bucket, so both are right in the epoch's
+last round, after a new plan and after ranks have come or gone. With NCCL a stream of its own waits for W: no
+longer than the sum of the bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W
+of the round before, and corrected when the new W has arrived and differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,11 +28,10 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
-from pyps.torch.regroup import Regrouped
-from pyps.torch.residual import Residuals
 from pyps.torch.rounds import Rounds
-from pyps.torch.weighted import OwnGradients, WeightedHook
+from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
 from pyps.torch.weighting import as_float64, not_zero
 from pyps.worker.quantize import INT4, INT8
 
@@ -77,7 +77,10 @@ class DDPHook(WeightedHook):
         self._squares: torch.Tensor | None = None  # of this rank's gradient, in its unit; None: not asked for
         self._round_weights: tuple[Any, Any] = 0.0, 0.0  # w_i, and the factor of its gradient before 1 / W
         self._residuals = Residuals(ddp.module.named_parameters())
-        self.micro_batches = MicroBatches(ddp, reduction == "sum")
+        self.passes = Passes(reduction == "sum", self._gradients, lambda: None, self._pass_over)
+        self._micro_batches = MicroBatches(ddp, self.passes)
+        self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
+        self._watch_parameters()
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
@@ -88,30 +91,26 @@ class DDPHook(WeightedHook):
         self._on_nccl = device.type == "cuda" and dist.get_backend(self.group) == "nccl"
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
-                module.loss_weight = lambda: self.micro_batches.loss_weight
+                module.loss_weight = lambda: self.passes.loss_weight()
         # DDP compares annotations with types; a lambda has none.
         ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
-
-    def set_weight(self, weight: Any) -> None:
-        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
-        self.micro_batches.set_weight(weight)
 
     def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """As in WeightedHook; only the last backward() reduces."""
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
-        return self.micro_batches.cut(batch, own)
+        return self._micro_batches.cut(batch, own)
 
     def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
-        return self.micro_batches.rounds(loader, parts[dist.get_rank(self.group)])
+        return self._micro_batches.rounds(loader, parts[dist.get_rank(self.group)])
 
     def share(self, weight: Any, total: Any) -> Any:
         """weight / total, for the loss of a micro-batch in a loop with no_sync() of its own.
 
-        weight: the micro-batch's samples (or targets). total: those of this rank in the round. A warning says
-        if the shares of a round do not add up to 1. Raises InputError for a weight below 0 or above the
-        total.
+        weight: the micro-batch's samples (or targets). total: those of this rank in the round. Raises
+        InputError for a weight below 0 or above the total; so does backward() if the shares of a round do
+        not add up to 1.
         """
-        return self.micro_batches.share(weight, total)
+        return self.passes.share(weight, total)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's kept errors of int8 and int4 by parameter name, in the gradient's own units; and W."""
@@ -172,14 +171,43 @@ class DDPHook(WeightedHook):
         return torch.stack([g.double().square().sum() / own_copies(p, self.peers) for p, g in both]).sum()
 
     def _begin(self, weight: Any) -> None:
-        self.micro_batches.begin(weight)
+        self.passes.begin(weight, not self._ddp.require_backward_grad_sync)
 
-    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
-        self.micro_batches.begin_in_eval(weight)
+    def _watch_parameters(self) -> None:
+        """Learn of each backward pass, also where DDP reduces nothing: from one parameter of each module."""
+        for module in self._ddp.module.modules():
+            trained = (p for p in module.parameters(recurse=False) if p.requires_grad)
+            for parameter in islice(trained, 1):
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        if not suspended():
+            self.passes.arrived()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _pass_over(self, weighed: Pass) -> None:
+        """A backward pass is over. Raises InputError if its gradients are this rank's own, unreduced."""
+        if self._is_reduced:
+            self._is_reduced = False
+        elif weighed.kept or not self._ddp.require_backward_grad_sync:
+            self.passes.keep(weighed)
+        else:
+            found = "gradients that DistributedDataParallel did not reduce"
+            expected = "one backward() for each forward() of the model, to all of its parameters"
+            raise InputError("weighted_hook", "backward()", found, expected)
+
+    def _own_weight(self) -> tuple[Any, Any]:
+        """The weight in W, and that of the gradients; no samples on a rank that has left DDP's join()."""
+        if self._ddp._join_config.enable and torch._C._current_graph_task_id() == -1:
+            return 0.0, 0.0
+        self._is_reduced = True
+        return self.passes.reduced()
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own, unit = self.micro_batches.reduced(dist.get_rank(self.group))
+        own, unit = self._own_weight()
         self._round_weights = own, unit if self.reduction == "mean" else 1.0
         message, before = self.lockstep.message(as_float64(own, device)), self._total
         work = dist.all_reduce(message, group=self.group, async_op=True)
@@ -289,3 +317,104 @@ def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
         multiply(buffer, {}, ratio)
     elif (factor := float(ratio)) != 1.0:
         buffer.mul_(factor)
+
+
+class Residuals:
+    """Rounding errors of gradients that are still to be sent: fp32, one flat vector a bucket, zero at first.
+
+    DDP cuts parameters into other buckets after the first step. A residual belongs to its parameter: a new
+    bucket's vector is put together from theirs. sizes: elements of each parameter, by name.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        parameters = dict(named)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._flat: dict[tuple[str, ...], torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+
+    @property
+    def buckets(self) -> list[tuple[str, ...]]:
+        """The parameters of each bucket in use, by name."""
+        return list(self._flat)
+
+    def names_of(self, parameters: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        return tuple(self._names[id(parameter)] for parameter in parameters)
+
+    def of(self, names: tuple[str, ...], buffer: torch.Tensor) -> torch.Tensor:
+        """The residual of a bucket, float32 [its elements], on its device; written to in place."""
+        flat = self._flat.get(names)
+        if flat is not None and flat.device == buffer.device:
+            return flat
+        flat = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
+        offset = 0
+        for name in names:
+            view = flat[offset : offset + self.sizes[name]]
+            if (old := self._views.get(name)) is not None:
+                view.copy_(old)
+            self._views[name] = view
+            offset += self.sizes[name]
+        self._flat = {key: kept for key, kept in self._flat.items() if not set(key) & set(names)}
+        self._flat[names] = flat
+        return flat
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy by parameter name, float32 [numel]; only of those that were reduced at least once."""
+        return {name: view.clone() for name, view in self._views.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take a copy of a state; parameters that it does not name get zero.
+
+        Raises InputError for a wrong size.
+        """
+        for name, values in state.items():
+            if self.sizes.get(name) != values.numel():
+                expected = f"{self.sizes.get(name)} values"
+                raise InputError("hook state", f"residuals[{name!r}]", f"{values.numel()} values", expected)
+        self._flat, self._views = {}, {name: values.clone() for name, values in state.items()}
+
+
+Names = tuple[str, ...]
+Exchange = Callable[[Names, torch.Tensor], None]  # sums a bucket of these parameters over the ranks, in place
+
+
+class Regrouped:
+    """The first step of a run that goes on, reduced in the buckets of the process before.
+
+    DDP cuts other buckets in its first step than later, and int8 and int4 scale blocks of a bucket: the step
+    would be rounded otherwise than in a run that did not stop. So its buckets are collected first.
+
+    layout: the parameters of each bucket before, by name. sizes: elements of each parameter. exchange: what
+    is done with each bucket.
+    """
+
+    def __init__(self, layout: Sequence[Names], sizes: Mapping[str, int], exchange: Exchange) -> None:
+        self._layout, self._sizes, self._exchange = list(layout), sizes, exchange
+        self._waiting: list[tuple[Names, torch.Tensor, Future[torch.Tensor]]] = []
+
+    def add(self, names: Names, buffer: torch.Tensor, done: Future[torch.Tensor]) -> None:
+        """A bucket that is there; `done` gets its sum in flush()."""
+        self._waiting.append((names, buffer, done))
+
+    def flush(self) -> None:
+        """Reduce the remaining buckets in last step's order; if their parameters changed, as they arrived."""
+        parts: dict[str, torch.Tensor] = {}
+        for names, buffer, _ in self._waiting:
+            parts |= self._parts(names, buffer)
+        if sorted(parts) == sorted(name for names in self._layout for name in names):
+            for names in self._layout:
+                whole = torch.cat([parts[name] for name in names])
+                self._exchange(names, whole)
+                for name, total in self._parts(names, whole).items():
+                    parts[name].copy_(total)
+        else:
+            for names, buffer, _ in self._waiting:
+                self._exchange(names, buffer)
+        for _, buffer, done in self._waiting:
+            done.set_result(buffer)
+        self._waiting.clear()
+
+    def _parts(self, names: Names, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a bucket, by parameter."""
+        sizes = [self._sizes[name] for name in names]
+        return dict(zip(names, torch.split(whole, sizes), strict=True))

@@ -12,8 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from pyps.solver.online.balancer import Balancer
-from pyps.solver.online.cadence import Cadence
-from pyps.solver.online.decide import SplitChange
+from pyps.solver.online.decide import Cadence, SplitChange
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.state import ReadingMessage
 from pyps.torch.consensus import Consensus
@@ -93,7 +92,7 @@ class SplitDecisions:
         """As in Cadence: decide, on the first rank. lead: rounds that each rank draws before it reads."""
         if self._consensus.decides:
             reports = self._consensus.reports(number, WindowReport)
-            self._consensus.decide(number, self._decided(reports, lead))
+            self._consensus.decide(number, self._decided(reports, lead * self._trained.per_step))
 
     def read(self, number: int) -> bool:
         """As in Cadence: take the decision; whether it is a change of the split."""
@@ -104,7 +103,7 @@ class SplitDecisions:
 
     def _decided(self, reports: Sequence[WindowReport], lead: int) -> SplitDecision:
         readings = [report.reading.reading() for report in reports]
-        states, start = _states(readings), _start(reports, lead)
+        states, start = _states(readings), _start(reports, lead, self._trained.per_step)
         if start is None and all(reading.seconds is not None for reading in readings):
             return SplitDecision(states, idle="no round of the epoch is left when all have read a decision")
         change, idle = self._balancer.decide_read(readings, self.steps - self._cadence.since)
@@ -120,13 +119,14 @@ class SplitDecisions:
         self._balancer.adopt(change, [state.slowdown for state in decision.states])
 
 
-def _start(reports: Sequence[WindowReport], lead: int) -> RoundIndex | None:
+def _start(reports: Sequence[WindowReport], lead: int, per_step: int) -> RoundIndex | None:
     """The first round that no rank will have handed out when it reads the decision, or None.
 
-    lead: rounds that each rank draws between its report and that.
+    lead: rounds that each rank draws between its report and that. per_step: of a step, all with one split.
     """
     epoch, rounds, trained = reports[0].epoch, reports[0].rounds, reports[0].trained
     number = max(report.max_drawn for report in reports) + lead
+    number += (trained - number) % per_step
     if rounds is None or number < rounds:
         return epoch, number
     # In the next epoch, if all ranks read the decision before that begins.

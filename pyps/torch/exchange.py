@@ -10,6 +10,8 @@ from rank j. One residual a rank therefore holds both errors. It belongs to a pa
 it stays right when the parts change: the sums sent and the residuals add up to the gradients put in.
 
 A long vector goes in pieces: one is encoded while another is on its way, and a piece fits into the cache.
+A block with a NaN or an infinity decodes to NaN: a gradient scaler sees it on every rank, and no finite
+number is made of it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyps.torch.codec import decode, encode
-from pyps.worker.quantize import BlockFormat
+from pyps.worker.quantize import SCALE_BYTES, BlockFormat, block_maxima, pack, quantize, unpack
+
+
+def packed_bytes(form: BlockFormat, values: int) -> int:
+    """Bytes that `values`, a multiple of the block, take with their scales."""
+    return form.code_bytes(values) + values // form.block * SCALE_BYTES
+
+
+def encode(form: BlockFormat, values: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, n], n a multiple of the block -> uint8 [rows, packed_bytes(n)]: scales, then codes."""
+    rows = values.shape[0]
+    blocks = values.reshape(rows, -1, form.block)
+    codes, scales = quantize(blocks, block_maxima(blocks), form)
+    return torch.cat([scales.view(torch.uint8), pack(codes, form).reshape(rows, -1)], dim=1)
+
+
+def decode(form: BlockFormat, packed: torch.Tensor, values: int) -> torch.Tensor:
+    """What encode() made of [rows, values], float32: each value off by at most half its block's scale."""
+    rows, count = packed.shape[0], values // form.block
+    scales = packed[:, : count * SCALE_BYTES].contiguous().view(torch.float32)
+    codes = packed[:, count * SCALE_BYTES :].reshape(rows, count, -1)
+    found = unpack(codes, form).to(torch.float32)
+    return found.mul_(scales.unsqueeze(2)).reshape(rows, values)
+
 
 PIECE = 1 << 19  # values
 

@@ -1,13 +1,12 @@
 """FSDPHook: the gradient of uneven batches, exactly, in FSDP2's own reduction; also HSDP.
 
-FSDP2 averages: 1/N for each rank, whatever its batch. A backward pass that begins with N w_i / W in the place
-of 1 makes that average sum_i (w_i / W) g_i, the gradient of the mean over all samples. So the hook multiplies
-what flows back into the model's output, and no gradient is touched a second time. W is summed over the ranks
-when the backward pass begins.
+FSDP2 averages: 1/N for each rank, whatever its batch. The hook multiplies each group's gradients by N w_i / W
+just before they are reduced, so the average is sum_i (w_i / W) g_i, the gradient of the mean over all
+samples, whatever they flowed through. W is summed over the ranks before the first group's reduction.
 
-A round of several passes (accumulate, rounds) begins before W is known. Its passes take N w / A with the W of
-the round before for A, the same on all ranks; after the last one, the shards are multiplied by A / W, unless
-that is 1.
+In a round whose passes each reduce (accumulate and rounds with one number for all) W is not known at first.
+Such passes take N w / A with the W of the round before for A, the same on all ranks; after the last one, the
+shards are multiplied by A / W, unless that is 1.
 """
 
 from __future__ import annotations
@@ -19,91 +18,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyps.errors import InputError
-from pyps.torch.accumulate import rows_between
+from pyps.torch.accumulate import cuts_of, rows_between
 from pyps.torch.fsdp_shards import ShardedModules
+from pyps.torch.norm import UnevenSyncBatchNorm
+from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
 from pyps.torch.rounds import Rounds
-from pyps.torch.schedule import micro_batches
-from pyps.torch.weighted import OwnGradients, WeightedHook
-from pyps.torch.weighting import as_float64, not_zero, rows_of
-
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
-class _Pass:
-    """A forward pass and the backward pass to come. scale: N w / W as float64 [], when that has begun.
-
-    in_eval: gives the weight of a pass in eval mode, if its backward pass comes.
-    """
-
-    def __init__(self, weight: Any, last: bool, in_eval: Callable[[], Any] | None = None) -> None:
-        self.weight, self.last, self.in_eval = weight, last, in_eval
-        self.scale: torch.Tensor | None = None
+from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
+from pyps.torch.weighting import as_float64, not_zero, rows_of, scale_in_place
 
 
 class _Round:
-    """A round of several passes. weights: of those whose backward pass has begun. assumed: A."""
+    """A round of several passes. weights: of those that were reduced. assumed: A.
 
-    def __init__(self) -> None:
+    whole: whether only the last pass reduces. last: whether the pass that comes next is that. is_empty:
+    whether that has no samples of its own.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
         self.weights: list[Any] = []
-        self.last = False  # whether the pass that comes next is
-        self.is_empty = False  # whether that has no samples of its own
+        self.last = self.is_empty = False
         self.assumed: torch.Tensor | None = None
 
 
 class _Reduced:
     """What is reduced at once, of a pass or of a round.
 
-    weight: its samples. assumed: the W that it counts in. square: of this rank's gradient of the
-    parameters that were seen.
+    weight: its samples. unit: the gradient times this is the sum over them. square: of this rank's gradient
+    of the parameters that were seen.
     """
 
-    def __init__(self) -> None:
-        self.weight: Any = 0.0
-        self.assumed: Any = 1.0
+    def __init__(self, weight: Any, unit: Any) -> None:
+        self.weight, self.unit = weight, unit
         self.square: Any = 0.0
         self.seen: set[int] = set()
-
-
-class _Squares:
-    """Square norms of this rank's gradients by reduction, and those under way."""
-
-    def __init__(self) -> None:
-        self.done: list[_Reduced] = []  # of this round
-        self.current: _Reduced | None = None
-
-    def add(self, weight: Any, assumed: Any, first: bool) -> None:
-        """A pass goes into the reduction under way. first: of its round."""
-        if first:
-            self.done, self.current = [], None
-        self.current = self.current or _Reduced()
-        self.current.weight, self.current.assumed = self.current.weight + weight, assumed
-
-    def reduced(self) -> None:
-        """It is over."""
-        if self.current is not None:
-            self.done.append(self.current)
-        self.current = None
-
-
-class _Watched(torch.autograd.Function):
-    """The same values, no view of them; a function of what flows back goes on to the model.
-
-    A hook on the model's own tensor would also see what a loss within the model sends back, and torch drops
-    the hooks of a view that is changed in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weighted: Callable[..., Any], begun: _Pass) -> torch.Tensor:
-        ctx.weighted, ctx.begun = weighted, begun
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.weighted(gradient, ctx.begun), None, None
 
 
 class FSDPHook(WeightedHook):
@@ -127,42 +78,37 @@ class FSDPHook(WeightedHook):
         group, device = self._shards.process_group(), self._shards.device
         super().__init__(model, group, device, sampler, count, reduction, scaler)
         self._ranks = dist.get_world_size(self.group)
-        self._pass: _Pass | None = None  # in forward()
-        self._latest: _Pass | None = None
+        self.passes = Passes(reduction == "sum", self._gradients, self._own_part_done, self._pass_over)
         self._round: _Round | None = None
-        self._running = False  # whether a backward pass is
+        self._factor: torch.Tensor | None = None  # of the gradients that the running backward pass reduces
         self._summed: Any = None  # the work after which `_total` is the sum over ranks
-        self._squares: _Squares | None = None  # of this rank's gradients; None: not asked for
+        self._squares: list[_Reduced] | None = None  # of this round's reductions; None: not asked for
         self._shards.count_waits(self.waiting)
-        model.register_forward_hook(self._after_forward)
-
-    def set_weight(self, weight: Any) -> None:
-        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
-        if self._latest is not None and not (self._round is not None and self._round.is_empty):
-            self._latest.weight = weight
+        self._shards.on_gradients(self._reducing)
+        self._shards.on_methods(self._before_forward, self._after_forward)
+        for module in model.modules():
+            if isinstance(module, UnevenSyncBatchNorm):
+                module.loss_weight = lambda: self.passes.loss_weight()
 
     def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """As in WeightedHook; with numbers by rank, parameters and gradients are whole during the round.
 
-        A rank with fewer samples than parts repeats its first one, with weight 0.
+        With one number, a rank with fewer samples than parts repeats its first one, with weight 0.
         """
+        rows, whole = rows_of(batch), not isinstance(parts, int)
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
-        if isinstance(own, bool) or not isinstance(own, int) or own < 1:
-            raise InputError("accumulate", "parts", repr(parts), "a whole number from 1")
-        rows = rows_of(batch)
-        cuts = micro_batches(0, rows, own)
+        cuts = cuts_of(rows, own, None if whole else own)
         source = (rows_between(batch, rows, *(cut if cut[0] < cut[1] else (0, 1))) for cut in cuts)
-        return self._passes(source, own, not isinstance(parts, int), min(rows, own))
+        return self._passes(source, len(cuts), whole, rows)
 
     def watch_gradients(self) -> None:
         """From now on keep the square norms of this rank's gradients: one for each pass that reduces."""
-        self._squares = _Squares()
-        self._shards.on_gradients(self._reducing)
+        self._squares = []
 
     def own_gradients(self) -> OwnGradients:
         """This rank's gradients of the round: one, or where each micro-batch is reduced at once, those."""
         assert self._squares is not None
-        done = self._squares.done
+        done = self._squares
         found = torch.zeros(max(1, len(done)), dtype=torch.float64, device=self.device)
         for number, one in enumerate(done):
             found[number] = one.square
@@ -171,16 +117,27 @@ class FSDPHook(WeightedHook):
         samples, total, count = 0.0, 0.0, 0
         for one, square in zip(done, found.tolist(), strict=False):
             if weight := float(one.weight):
-                # What flowed back was N / A times the sum over samples.
-                unit = self._ranks / float(one.assumed)
-                samples, total, count = samples + weight, total + square / unit**2 / weight, count + 1
+                total += square * float(one.unit) ** 2 / weight
+                samples, count = samples + weight, count + 1
         return OwnGradients(samples, total, count)
 
-    def _reducing(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """A group of parameters has its gradients of the passes since the last reduction."""
-        latest = self._squares.current if self._squares is not None else None
-        if latest is None:
-            return  # a pass without weights
+    def _reducing(self, gradients: list[tuple[torch.Tensor, torch.Tensor]], reduces: bool) -> None:
+        """A group of parameters has its gradients of a backward pass: weigh those that are reduced next."""
+        if suspended() or not gradients:
+            return
+        self.passes.arrived()
+        if not reduces:
+            if self._round is None:
+                expected = "hook.accumulate(batch, parts) or hook.rounds(loader) around such passes"
+                raise InputError("weighted_hook", "backward()", "a pass that does not reduce", expected)
+            return
+        if self._factor is None:
+            self._factor = self._factor_of(*self.passes.reduced())
+        if self._squares is not None:
+            self._watch(gradients, self._squares[-1])
+        scale_in_place([gradient for _, gradient in gradients], self._factor)
+
+    def _watch(self, gradients: list[tuple[torch.Tensor, torch.Tensor]], latest: _Reduced) -> None:
         for parameter, gradient in gradients:
             if id(parameter) in latest.seen:
                 found = "a module that computes twice in a pass"
@@ -209,7 +166,9 @@ class FSDPHook(WeightedHook):
 
     def _passes(self, source: Iterator[Any], count: int, whole: bool, filled: int) -> Iterator[Any]:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
-        number, self._round = 0, _Round()
+        if any(bool(one.any()) for one in self._gradients()):
+            raise InputError("accumulate", "gradients", "those of an earlier round", "zero_grad() before it")
+        number, self._round, self.passes.managed = 0, _Round(whole), True
         with self._shards.restored():
             try:
                 for number, micro in enumerate(islice(source, count), 1):
@@ -217,23 +176,48 @@ class FSDPHook(WeightedHook):
                     (self._shards.stay_whole if whole else self._shards.reduce_last)(number == count)
                     yield micro
             finally:
-                self._round = None
+                self._round, self.passes.managed = None, False
+                if number < count:
+                    self.passes.forget()
         if number < count:
             raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
 
     def _begin(self, weight: Any) -> None:
-        if self._round is None:
-            self._pass = _Pass(weight, True)
-        else:
-            self._pass = _Pass(0 if self._round.is_empty else weight, self._round.last)
-            if self._round.assumed is None:
-                self._round.assumed = self._guess(weight)
+        self.passes.begin(weight, False)
 
-    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
-        if self._round is not None:
-            self._begin(weight())
+    def _gradients(self) -> list[torch.Tensor]:
+        """Those of the passes since the last reduction; of earlier rounds, before this one's."""
+        if self._round is not None and self._round.whole:
+            return [gradient for _, gradient in self._shards.own_gradients()]
+        found: Any = [p.grad for p in self._parameters if p.grad is not None]
+        return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+
+    def _factor_of(self, weight: Any, unit: Any) -> torch.Tensor:
+        """N unit / W, or N unit / A in a round of several passes that reduce."""
+        here = self._round
+        if here is None or here.whole:
+            first = self._total is None
+            self._total = self._send(weight)
+            self._arrived()
+            if first:
+                self._check_first(float(self._total))
+            known = not_zero(self._total)
         else:
-            self._pass = _Pass(None, True, weight)
+            if here.is_empty:
+                weight = unit = 0.0
+            if here.assumed is None:
+                here.assumed = self._guess(weight)
+            known = here.assumed
+            here.weights.append(weight)
+            if here.last:
+                self._total = self._send(sum(here.weights))
+        means = self.reduction == "mean"
+        if self._squares is not None:
+            if here is None or here.whole or len(here.weights) == 1:  # the round's first
+                self._squares.clear()
+            self._squares.append(_Reduced(weight, unit if means else 1.0))
+        factor = self._ranks * (as_float64(unit, self.device) if means else float(weight != 0)) / known
+        return torch.as_tensor(factor)
 
     def _guess(self, weight: Any) -> torch.Tensor:
         """The W of the round before; in the first one, of all ranks' first passes."""
@@ -241,66 +225,6 @@ class FSDPHook(WeightedHook):
             self._total = self._send(weight)
             self._arrived()
         return not_zero(self._total)
-
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """The output, with what flows back into it multiplied."""
-        begun, self._pass = self._pass, None
-        if begun is None:
-            return None
-        self._latest = begun
-        leaves, shape = tree_flatten(output)
-        changed = [self._watched(leaf, begun) for leaf in leaves]
-        if all(new is leaf for new, leaf in zip(changed, leaves, strict=True)):
-            if begun.in_eval is not None:
-                return None
-            found = f"{type(output).__name__} without a tensor that has a gradient"
-            expected = "tensors in tuples, lists and dicts"
-            raise InputError("weighted_hook", "output of forward()", found, expected)
-        return tree_unflatten(changed, shape)
-
-    def _watched(self, leaf: Any, begun: _Pass) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
-            return leaf
-        watched: torch.Tensor = _Watched.apply(leaf, self._weighted, begun)  # type: ignore[no-untyped-call]
-        return watched
-
-    def _weighted(self, gradient: torch.Tensor, begun: _Pass) -> torch.Tensor:
-        if begun.scale is None:
-            begun.scale = self._scale_of(begun)
-        if not self._running:
-            self._running = True
-            _engine.queue_callback(lambda: self._own_part_done(begun.last))
-        if gradient.device.type == "cpu":
-            factor = float(begun.scale)
-            return gradient * factor if factor else torch.zeros_like(gradient)
-        # A mean over no targets sends NaN back: weight 0 makes it zero.
-        return (gradient * begun.scale).masked_fill(begun.scale == 0, 0)
-
-    def _scale_of(self, begun: _Pass) -> torch.Tensor:
-        """N w / W, or N w / A in a round of several passes."""
-        if begun.weight is None and begun.in_eval is not None:
-            begun.weight = begun.in_eval()
-        if self._round is None:
-            if not self._shards.reduces:
-                expected = "hook.accumulate(batch, parts) or hook.rounds(loader) around such passes"
-                raise InputError("weighted_hook", "backward()", "a pass that does not reduce", expected)
-            first = self._total is None
-            self._total = self._send(begun.weight)
-            self._arrived()
-            if first:
-                self._check_first(float(self._total))
-            known = not_zero(self._total)
-        else:
-            assert self._round.assumed is not None
-            known = self._round.assumed
-            self._round.weights.append(begun.weight)
-            if begun.last:
-                self._total = self._send(sum(self._round.weights))
-        if self._squares is not None:
-            self._squares.add(begun.weight, known, self._round is None or len(self._round.weights) == 1)
-        unit: Any = as_float64(begun.weight, self.device) if self.reduction == "mean" else 1.0
-        scale: torch.Tensor = self._ranks * unit / known
-        return scale
 
     def _send(self, weight: Any) -> torch.Tensor:
         """W, once _arrived() has been called."""
@@ -312,17 +236,19 @@ class FSDPHook(WeightedHook):
         with self.waiting.counted():
             self._summed.wait()
 
-    def _own_part_done(self, last: bool) -> None:
+    def _own_part_done(self) -> None:
         """The backward pass is over on this rank; FSDP2 has still to wait for its reductions."""
-        self._running = False
-        if self._squares is not None and self._shards.reduces_any:
-            _engine.queue_callback(self._squares.reduced)  # after FSDP2's own
-        if not last:
-            return
-        for observe in self.on_ready:
-            observe()
-        if self._round is not None:
-            _engine.queue_callback(self._correct)  # after FSDP2's own
+        if self._round is None or self._round.last:
+            for observe in self.on_ready:
+                observe()
+
+    def _pass_over(self, weighed: Pass) -> None:
+        """So are these."""
+        is_reduced, self._factor = self._factor is not None, None
+        if not is_reduced:
+            self.passes.keep(weighed)
+        elif self._round is not None and self._round.last and not self._round.whole:
+            self._correct()
 
     def _correct(self) -> None:
         """Gradients that were divided by A are to be divided by W."""
@@ -333,6 +259,5 @@ class FSDPHook(WeightedHook):
         ratio = self._round.assumed / not_zero(self._total)
         if self.device.type == "cpu" and float(ratio) == 1.0:
             return
-        gradients: Any = [p.grad for p in self._parameters if p.grad is not None]
-        shards = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-        torch._foreach_mul_(shards, float(ratio) if self.device.type == "cpu" else ratio)
+        with torch.no_grad():
+            torch._foreach_mul_(self._gradients(), float(ratio) if self.device.type == "cpu" else ratio)

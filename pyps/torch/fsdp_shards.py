@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
+GradientWatch = Callable[[list[tuple[torch.Tensor, torch.Tensor]], bool], None]
 KEPT = ("reduce_grads", "reshard_after_backward", "post_forward_mesh_info", "gradient_divide_factor")
 
 
@@ -53,17 +55,6 @@ class ShardedModules:
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
         group: dist.ProcessGroup = mesh.get_group()
         return group
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the next backward pass reduces gradients, and is the last one to do so."""
-        last = self._states[0]._state_ctx.is_last_backward
-        return bool(last and all(group.reduce_grads for group in self._groups))
-
-    @property
-    def reduces_any(self) -> bool:
-        """Whether the next backward pass reduces gradients."""
-        return any(group.reduce_grads for group in self._groups)
 
     def reduce_last(self, last: bool) -> None:
         """Whether the next backward pass is the last one of a round; each of them reduces."""
@@ -101,10 +92,32 @@ class ShardedModules:
             for state, value in zip(self._states, last, strict=True):
                 state._state_ctx.is_last_backward = value
 
-    def on_gradients(self, watch: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]) -> None:
-        """Call it with parameters and this rank's own gradients of them, before each reduction."""
+    def on_gradients(self, watch: GradientWatch) -> None:
+        """Call it with a group's parameters and this rank's gradients of them, and whether they are reduced
+        next.
+        """
         for group in self._groups:
             group.post_backward = _watched(group, group.post_backward, watch)
+
+    def own_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and this rank's gradients of them that are not reduced yet."""
+        return chain.from_iterable(map(_own_gradients, self._groups))
+
+    def on_methods(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call them around the model's methods that register_fsdp_forward_method makes forward passes."""
+        state, module = self._states[0], self._model
+        enter, leave = state._pre_forward, state._post_forward
+
+        def entered(of: Any, args: Any, kwargs: Any) -> Any:
+            before(module, args, kwargs)
+            return enter(of, args, kwargs)
+
+        def left(of: Any, args: Any, output: Any) -> Any:
+            found = leave(of, args, output)
+            after(module, args, found)
+            return found
+
+        state._pre_forward, state._post_forward = entered, left
 
     def count_waits(self, waiting: Waiting) -> None:
         """From now on what the groups do in the midst of a pass counts as waiting."""
@@ -120,11 +133,10 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _watched(group: Any, method: Callable[..., Any], watch: Callable[[Any], None]) -> Callable[..., Any]:
+def _watched(group: Any, method: Callable[..., Any], watch: GradientWatch) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(*arguments: Any, **named: Any) -> Any:
-        if group.reduce_grads:
-            watch(list(_own_gradients(group)))
+        watch(list(_own_gradients(group)), group.reduce_grads)
         return method(*arguments, **named)
 
     return watched

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from pyps.errors import InputError
 from pyps.formats import Profile
 from pyps.torch.adapter import UnevenRun, uneven_loader
 from pyps.torch.hook import weighted_hook
@@ -39,6 +40,7 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
     profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
     rebalance: whether the split follows the devices' speed while training.
     count: computes a micro-batch's weight from (batch, number), what training_step gets; by default its rows.
+    reduction: whether a loss is the mean over these, or their sum.
     All other arguments are DDPStrategy's. `run` has the sampler, the hook and the Rebalancer while it trains.
     """
 
@@ -50,17 +52,22 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         max_batch: int | None = None,
         rebalance: bool = True,
         count: Callable[..., Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.run = UnevenRun(profile, max_batch, rebalance)
-        self._plan, self._count = plan, count
+        self.run = UnevenRun(profile, max_batch, rebalance, plan=plan)
+        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction}
         self._loaded: dict[str, Any] = {}
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         scaler = getattr(self.precision_plugin, "scaler", None)
-        self.run.weight(weighted_hook(self.model, count=self._count, scaler=scaler))
+        if self.run.hook is not None:  # fit() again
+            run = self.run
+            self.run = UnevenRun(run.profile, run.max_batch, run.rebalance, plan=run.plan)
+        hook = weighted_hook(self.model, **self._hooked, scaler=scaler)
+        self.run.weight(hook, managed=self._parts() > 1)
         self.run.connect()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -68,7 +75,7 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         found = super().process_dataloader(dataloader)
         if self.run.hook is None or not isinstance(found, DataLoader) or not _is_shuffled(found):
             return found
-        loader = _uneven(found, self._parts(), self._plan, self.run, self.world_size)
+        loader = _uneven(found, self._parts(), self.run, self.world_size)
         self.run.load_state_dict(self._loaded)
         if self._loaded:
             self.run.read_past(self._loaded["trained"])
@@ -76,11 +83,16 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         return loader
 
     def backward(self, closure_loss: Any, *arguments: Any, **options: Any) -> Any:
+        self.run.check_plan()
+        if self.run.sampler is not None and self.run.sampler.accumulation != self._parts():
+            found, expected = f"{self._parts()}", f"{self.run.sampler.accumulation}, as at the beginning"
+            raise InputError("UnevenStrategy", "accumulate_grad_batches", found, expected)
         return super().backward(closure_loss * self._parts(), *arguments, **options)
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         found = super().optimizer_step(*arguments, **options)
-        self.run.stepped()
+        if arguments[0] is self.optimizers[0]:  # a GAN's second one is of the same round
+            self.run.stepped()
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
@@ -119,18 +131,19 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         max_batch: int | None = None,
         rebalance: bool = True,
         count: Callable[..., Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.run = UnevenRun(profile, max_batch, rebalance, counts_anew=True)
-        self._accumulate, self._plan, self._count = accumulate, plan, count
+        self.run = UnevenRun(profile, max_batch, rebalance, counts_anew=True, plan=plan)
+        self._accumulate = accumulate
+        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction}
 
     def setup_module(self, module: Any) -> Any:
-        """The first module in DDP with the hook; others in plain DDP."""
+        """A module in DDP with a hook; the first one's rounds are the run's."""
         ddp = super().setup_module(module)
-        if self.run.hook is None:
-            self.run.weight(weighted_hook(ddp, count=self._count))
-            self.run.connect()
+        self.run.weight(weighted_hook(ddp, **self._hooked), managed=self._accumulate > 1)
+        self.run.connect()
         return ddp
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -138,9 +151,13 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         found = super().process_dataloader(dataloader)
         if not isinstance(found, DataLoader) or not _is_shuffled(found):
             return found
-        loader = _uneven(found, self._accumulate, self._plan, self.run, self.world_size)
+        loader = _uneven(found, self._accumulate, self.run, self.world_size)
         self.run.connect()
         return loader
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        self.run.check_plan()
+        return super().backward(*arguments, **options)
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         found = super().optimizer_step(*arguments, **options)
@@ -148,13 +165,11 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         return found
 
 
-def _uneven(
-    loader: DataLoader[Any], parts: int, plan: PlanLike | None, run: UnevenRun, ranks: int
-) -> DataLoader[Any]:
+def _uneven(loader: DataLoader[Any], parts: int, run: UnevenRun, ranks: int) -> DataLoader[Any]:
     """The loader, whose batch size is that of one rank's micro-batch, with uneven batches."""
     total = (loader.batch_size or 0) * ranks * parts
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-    return uneven_loader(loader, parts, plan, run, total=total or None, drop_last=drop_last)
+    return uneven_loader(loader, parts, run, total=total or None, drop_last=drop_last)
 
 
 def _is_shuffled(loader: DataLoader[Any]) -> bool:
@@ -162,4 +177,5 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, UnevenBatchSampler) or isinstance(sampler, RandomSampler):
         return True
-    return isinstance(sampler, DistributedSampler) and bool(sampler.shuffle)
+    # Its subclass wraps a sampler of the script's own.
+    return type(sampler) is DistributedSampler and bool(sampler.shuffle)

@@ -34,7 +34,8 @@ class UnevenSyncBatchNorm(_BatchNorm):
     """
 
     group: dist.ProcessGroup | None = None
-    loss_weight: Callable[[], Any] | None = None  # w_i of the loss whose backward() follows; None: all are 1
+    # Called in forward(): gives what tells, in the backward pass, w_i of the loss; None: all are 1.
+    loss_weight: Callable[[], Callable[[], Any]] | None = None
     waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around what waits for the other ranks
 
     @classmethod
@@ -62,8 +63,9 @@ class UnevenSyncBatchNorm(_BatchNorm):
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1
         if not self.training or alone:
             return super().forward(input)
+        weight_of_loss = None if self.loss_weight is None else self.loss_weight()
         normed, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.group, self.loss_weight, self.waits
+            input, self.weight, self.bias, self.eps, self.group, weight_of_loss, self.waits
         )
         self._track(mean, variance, count)
         return normed  # type: ignore[no-any-return]

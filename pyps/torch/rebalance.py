@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt
+from pyps.metrics import Reading, Sink
 from pyps.solver.costs import Cost
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import SplitChange
@@ -38,11 +39,13 @@ from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.decisions import RankState, SplitDecision, SplitDecisions
+from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds, TrainedRounds
-from pyps.torch.timer import ComputeTimer
+from pyps.torch.waiting import OwnTime
 from pyps.torch.weighted import WeightedHook
 
 UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
+UNCOUNTED = 2  # gradients without a step(), of two optimizers, say
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 
@@ -110,6 +113,7 @@ class Rebalancer:
         self._decisions = SplitDecisions(*every, self._read)
         self._lockstep = hook.lockstep
         self._lockstep.calls, self._lockstep.sampler = 0, sampler
+        hook.counts = False
         self._idle: list[str] = []  # why the latest windows moved nothing
         self._gradients = 0
         hook.on_ready.append(self._count_gradient)
@@ -132,7 +136,8 @@ class Rebalancer:
         self.steps += 1
         self._lockstep.calls = (self._lockstep.calls or 0) + 1
         self.timer.finish(self._trained_batch())
-        for batch, seconds in self.timer.finished():
+        for batch, whole in self.timer.finished():
+            seconds = whole / self._trained.per_step
             if batch is not None:
                 self._device.hear(batch, seconds)
                 self.latest = batch, seconds
@@ -206,6 +211,10 @@ class Rebalancer:
     def _count_gradient(self) -> None:
         """Warn where the loop does not call step()."""
         self._gradients += 1
+        if self.steps or self._gradients <= UNCOUNTED:
+            self._trained.has_gradient()
+        else:
+            self._sampler.trained = None
         if self._gradients == UNUSED_STEPS and not self.steps:
             warnings.warn(
                 f"Rebalancer: {UNUSED_STEPS} gradients and no call of step(): the split never changes",
@@ -214,7 +223,7 @@ class Rebalancer:
 
     def _trained_batch(self) -> int | None:
         """This rank's batch in the round that was just trained; None if its time is not to be used."""
-        trained = self._trained.count()
+        trained = self._trained.count(self.hook.passes.backwards)
         if self.steps <= WARM_UP or trained is None:
             return None
         size, own = trained
@@ -269,3 +278,71 @@ def _agreed_prior(
         error = refused
     consensus.agree(error)
     return prior, bounds
+
+
+class ComputeTimer:
+    """How long each step takes this rank, without the time that it waits for other ranks.
+
+    From the end of one step to the last gradient of the next: fetching data, forward and backward passes, all
+    micro-batches. What the hook counts as waiting in between is left out. On CUDA it is the time between two
+    events, read when both are done, so that no thread waits for the device.
+    """
+
+    def __init__(self, hook: WeightedHook) -> None:
+        self._waiting = hook.waiting
+        self._began: Any = None
+        self._pending: list[tuple[Any, OwnTime]] = []  # with a step's label
+        self._ended: OwnTime | None = None
+        hook.on_ready.append(self._ready)
+
+    def start(self) -> None:
+        """A step begins now."""
+        self._waiting.restart()
+        self._began, self._ended = self._waiting.mark(), None
+
+    def finish(self, label: Any) -> None:
+        """The step is done. Its time gets the label, if it had a beginning and gradients."""
+        if self._ended is not None:
+            self._pending.append((label, self._ended))
+
+    def finished(self) -> list[tuple[Any, float]]:
+        """(label, seconds) of the steps whose time is known by now, each once."""
+        known = []
+        while self._pending and self._pending[0][1].known:
+            label, own = self._pending.pop(0)
+            known.append((label, own.seconds))
+        return known
+
+    def _ready(self) -> None:
+        if self._began is not None:
+            self._ended = self._waiting.own(self._began, self._waiting.mark())
+
+
+Observer = Callable[[Rebalancer], None]
+
+
+def to_sink(sink: Sink, noise: GradientNoise | None = None) -> Observer:
+    """An observer: writes the Rebalancer's scalars at the training step, and changes of the split as notes.
+
+        balance.observers.append(to_sink(open_sink("tensorboard:logs"), noise))  # on one rank
+
+    noise: if given, its scale too, as noise_scale.
+    """
+    written = 0
+
+    def observe(balance: Rebalancer) -> None:
+        nonlocal written
+        found = balance.scalars()
+        if noise is not None and (scale := noise.scale) is not None:
+            found["noise_scale"] = scale
+        sink.write(balance.steps, [_reading(name, value) for name, value in found.items()])
+        for change in balance.history[written:]:
+            sink.note(change.step, str(change))
+        written = len(balance.history)
+
+    return observe
+
+
+def _reading(name: str, value: float) -> Reading:
+    rank, _, field = name.rpartition("/")
+    return Reading(field, value, int(rank.removeprefix("rank")) if rank else None)

@@ -38,7 +38,7 @@ class Rounds(ABC):
         self.epoch = 0
         self.position = 0  # samples of this epoch that were consumed before the pass begins
         self.drawn = 0
-        self.trained: int | None = None  # rounds of this pass, where a Rebalancer counts them
+        self.trained: int | None = None  # rounds of this pass, where a hook or a Rebalancer counts them
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
 
@@ -73,6 +73,11 @@ class Rounds(ABC):
         """How many passes were begun; the same on all ranks."""
 
     @property
+    def begun(self) -> bool:
+        """Whether rounds were handed out since the position was set."""
+        return self.drawn > 0
+
+    @property
     @abstractmethod
     def rounds(self) -> int | None:
         """Rounds from `position` to the epoch's end, the same on all ranks; None if unknown until then."""
@@ -100,6 +105,7 @@ class Rounds(ABC):
             raise InputError("set_epoch", "epoch", str(epoch), expected)
 
     def _pass_begins(self) -> None:
+        self.trained = None if self.trained is None else 0
         function, self.before_pass = self.before_pass, None
         if function is not None:
             function()
@@ -122,16 +128,25 @@ class TrainedRounds:
     def __init__(self, sampler: Rounds) -> None:
         self._sampler = sampler
         self.passes = self.trained = 0
+        self.per_step = 1  # rounds of the latest step: more in a loop that accumulates several of them
         self._before_pass = 0
 
     def skip(self, rounds: int) -> None:
         """The next pass begins with that many rounds that are read but not trained."""
         self._before_pass = rounds
 
-    def count(self) -> tuple[int, int] | None:
-        """One more was trained: its samples, and this rank's; None if it is not known any more."""
+    def has_gradient(self) -> None:
+        """The round after those that were counted has its gradient: what is saved now holds it."""
+        same = self._sampler.passes == self.passes
+        self._sampler.trained = self.per_step + (self.trained if same else self._before_pass)
+
+    def count(self, backwards: int = 1) -> tuple[int, int] | None:
+        """A step was trained, of so many passes: samples of its last round, and this rank's; None if they are
+        not known any more.
+        """
+        self.per_step = max(1, backwards // self._sampler.accumulation)
         if self._sampler.passes != self.passes:
             self.passes, self.trained, self._before_pass = self._sampler.passes, self._before_pass, 0
-        self.trained += 1
+        self.trained += self.per_step
         self._sampler.trained = self.trained
         return self._sampler.round_samples(self.trained - 1)

@@ -64,6 +64,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self._changes = _shared(REMEMBERED, 1 + len(self.split))
         self._decided_here = 0  # changes by replan() of this copy
         self._applied = 0  # changes that this copy has taken
+        self._passes_before = 0
         self._process = 0  # the one that began the latest pass of this copy
 
     @property
@@ -76,6 +77,11 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     def passes(self) -> int:
         """How many passes were begun, in any process."""
         return int(self._numbers[PASSES])
+
+    @property
+    def begun(self) -> bool:
+        """Whether a pass began, in any process, since the position was set."""
+        return self.passes > self._passes_before
 
     @property
     def rounds(self) -> None:
@@ -120,6 +126,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self._check_epoch(epoch)
         if epoch != self.epoch:
             self.epoch, self.position, self.trained = epoch, 0, None
+            self._passes_before = self.passes
 
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of the current pass on.
@@ -163,6 +170,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
             raise InputError("stream state", "epoch, position", found, "whole numbers from 0")
         self.epoch = self.resumed_epoch = epoch
         self.position, self.trained = position, None
+        self._passes_before = self.passes
 
     def _begin_pass(self, index: int, workers: int) -> None:
         """Take all changes that the training process had decided when the pass began."""

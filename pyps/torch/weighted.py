@@ -15,8 +15,9 @@ import torch.distributed as dist
 from pyps.errors import InputError
 from pyps.torch.lockstep import Lockstep
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
+from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
-from pyps.torch.rounds import Rounds
+from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.waiting import Waiting
 from pyps.torch.weighting import note_weights, rows_of
 
@@ -40,10 +41,13 @@ class WeightedHook(ABC):
     """Made by weighted_hook, which lists the parameters.
 
     group, device: of the ranks with samples of their own, and of the gradients. peers: the ranks with the
-    same samples, such as a tensor-parallel group; None if there are none. on_ready: functions called when
+    same samples, such as a tensor-parallel group; None if there are none. passes: what was computed since the
+    last reduction. on_ready: functions called when
     this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is not
     this rank's own. scaler: the GradScaler in use.
     """
+
+    passes: Passes
 
     def __init__(
         self,
@@ -70,8 +74,15 @@ class WeightedHook(ABC):
             warnings.warn(OWN_BATCHES, stacklevel=4)
         self.lockstep = Lockstep(dist.get_rank(group), dist.get_world_size(group), sampler)
         self._sampler, self._count, self._model = sampler, count, model
+        self.counts = sampler is not None  # whether each gradient is one more trained round of the sampler
+        self._trained = None if sampler is None else TrainedRounds(sampler)
+        self.on_ready.append(self._count_round)
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
+        for part in _parts(getattr(model, "module", model)):
+            if part is not model:
+                part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
         _hooked.add(model)
 
     @property
@@ -79,13 +90,18 @@ class WeightedHook(ABC):
         """The fewest samples that the model trains on: two where a layer normalizes over them."""
         return 2 if any(isinstance(layer, torch.nn.BatchNorm1d) for layer in self._model.modules()) else 1
 
+    @property
+    def total(self) -> torch.Tensor | None:
+        """W of the latest round, float64 []."""
+        return self._total
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of the model."""
         return iter(self._parameters)
 
-    @abstractmethod
     def set_weight(self, weight: Any) -> None:
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
+        self.passes.set_weight(weight)
 
     @abstractmethod
     def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
@@ -103,7 +119,11 @@ class WeightedHook(ABC):
         """
         if self._sampler is None:
             raise InputError("rounds", "sampler", "None", "weighted_hook(model, sampler)")
-        return self._rounds(loader, self._sampler.accumulations)
+        parts = self._sampler.accumulations
+        if len(set(parts)) > 1 and any(isinstance(m, UnevenSyncBatchNorm) for m in self._model.modules()):
+            expected = "as many on every rank: UnevenSyncBatchNorm waits for all ranks in each"
+            raise InputError("rounds", "micro-batches", f"{parts}", expected)
+        return self._rounds(loader, parts)
 
     @abstractmethod
     def watch_gradients(self) -> None:
@@ -140,11 +160,7 @@ class WeightedHook(ABC):
 
     @abstractmethod
     def _begin(self, weight: Any) -> None:
-        """A forward pass of training begins."""
-
-    @abstractmethod
-    def _begin_in_eval(self, weight: Callable[[], Any]) -> None:
-        """A forward pass begins in eval mode. It has a weight if its backward() comes; mostly none does."""
+        """A forward pass begins. weight: its samples, or a function that counts them."""
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if _suspended or not torch.is_grad_enabled():
@@ -154,13 +170,27 @@ class WeightedHook(ABC):
         def weight() -> Any:
             return self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
 
-        if not module.training:
-            self._begin_in_eval(weight)
+        if not module.training:  # mostly no backward() comes
+            self._begin(weight)
             return
         own = weight()
         if self.peers is not None and not self._compared:
             self._compare(float(own))
         self._begin(own)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not _suspended and torch.is_grad_enabled():
+            self.passes.end(output)
+
+    def _after_part(self, args: Any, kwargs: Any, output: Any) -> None:
+        """A part of the model has computed, mostly within the model's forward(), which counts it."""
+        if not torch.compiler.is_compiling() and not _suspended and torch.is_grad_enabled():
+            self.passes.apart(output, lambda: None if self._count else rows_of((args, kwargs)))
+
+    def _count_round(self) -> None:
+        if self.counts and self._trained is not None:
+            self._trained.count(self.passes.backwards)
 
     def _compare(self, weight: float) -> None:
         """Raise InputError if the peers' first batches differ, before they wait for each other."""
@@ -177,11 +207,44 @@ class WeightedHook(ABC):
         if self._sampler is None or self._count is not None or self.reduction == "sum":
             return
         sizes: Any = getattr(self._sampler, "sizes", None)
-        if sizes is None or self._sampler.accumulation > 1 or total in (known := set(sizes())):
+        several = max(self._sampler.accumulation, self.passes.backwards) > 1
+        if sizes is None or several or total in (known := set(sizes())):
             return
         found = f"{total:.0f}, by the first tensor that forward() got"
         expected = f"one of {sorted(known)[-3:]}; if samples are not its first dimension, pass count="
         raise InputError("weighted_hook", "samples of the first round", found, expected)
+
+
+def suspended() -> bool:
+    """Whether no pass counts: within unweighted()."""
+    return _suspended
+
+
+class _Apart:
+    """A forward hook that copies and pickles of its module leave behind."""
+
+    def __init__(self, function: Callable[[Any, Any, Any], None]) -> None:
+        self._function = function
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._function(args, kwargs, output)
+
+    def __reduce__(self) -> Any:
+        return _Apart, (_ignore,)
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """What a script may call in place of the model: its module, and the parts of that and of containers."""
+    yield module
+    for child in module.children():
+        if isinstance(child, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from _parts(child)
+        else:
+            yield child
 
 
 @contextmanager

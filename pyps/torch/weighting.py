@@ -6,7 +6,7 @@ Without weights, unequal batches give a wrong gradient, silently.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyps.errors import InputError
 
+IGNORED = -100  # a label that is no target, as in torch's cross entropy
 _weighted = False
 
 
@@ -54,3 +55,77 @@ def rows_of(batch: Any) -> int:
             return int(leaf.shape[0])
     found = "no tensor among forward()'s arguments"
     raise InputError("weighted_hook", "count", found, "count=, or hook.set_weight(n)")
+
+
+def count_targets(batch: Any = None, *, labels: Any = None, shift: bool = True, **_: Any) -> torch.Tensor:
+    """The targets that a causal language model's loss is the mean over: for count=, or hook.set_weight().
+
+        weighted_hook(model, count=count_targets)      # where forward() gets labels=
+
+    batch: a mapping with labels, if these are not given by name. labels: [rows, tokens]; -100 is no target.
+    shift: whether position i predicts label i + 1, as in Hugging Face's causal models, so that a row's first
+    label is no target. Raises InputError without labels.
+    """
+    if labels is None and isinstance(batch, Mapping):
+        labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        raise InputError("count_targets", "labels", repr(type(labels).__name__), "labels= of forward()")
+    return (labels[..., 1:] if shift else labels).ne(IGNORED).sum()
+
+
+def loss_scale(
+    weight: Any, total: Any = None, group: dist.ProcessGroup | None = None, *, ranks: int | None = None
+) -> torch.Tensor:
+    """N w_i / W as float64 [], for the mean loss over w_i samples (or targets) of this rank; 0 if W is 0.
+
+        loss = loss * loss_scale(len(inputs))
+
+    DDP, FSDP2 and the libraries built on them take 1/N of each rank's gradient. With a loss multiplied so,
+    the average is the gradient of the mean over all samples, sum_i (w_i / W) g_i, without a hook.
+
+    weight: w_i, a number or a tensor of one element; the result lies on its device. For micro-batches: the
+        micro-batch's.
+    total: W of the whole round. If absent, the weights are summed over the ranks of `group`, and all of them
+        have to call this.
+    ranks: N, by default the group's size, or 1 without a group. Give it together with the total where a
+        library averages over other ranks (torchft's Manager).
+    Raises InputError for a number below 0.
+    """
+    note_weights()
+    for name, number in (("weight", weight), ("total", total), ("ranks", ranks)):
+        if isinstance(number, int | float) and not (0 <= number < float("inf")):
+            raise InputError("loss_scale", name, repr(number), "a number from 0")
+    own = torch.as_tensor(weight, dtype=torch.float64)
+    grouped = dist.is_available() and dist.is_initialized()
+    if total is None:
+        summed = own.clone().to(_device_for(own, group)) if grouped else own
+        if grouped:
+            dist.all_reduce(summed, group=group)
+    else:
+        summed = torch.as_tensor(total, dtype=torch.float64)
+    summed = summed.to(own.device)
+    if ranks is None:
+        ranks = dist.get_world_size(group) if grouped else 1
+    return torch.where(summed > 0, ranks * own / summed, 0.0)
+
+
+def _device_for(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.device:
+    """The device on which the group can sum it: NCCL takes no tensors of the CPU."""
+    if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return tensor.device
+
+
+def scale_in_place(values: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply by a factor, float64 []; by 0 it makes zeros of NaN too: a mean over no targets has such."""
+    if values[0].device.type == "cpu":
+        number = float(factor)  # three times as fast as a float64 tensor of one
+        if number == 0:
+            torch._foreach_zero_(values)
+        elif number != 1:
+            torch._foreach_mul_(values, number)
+        return
+    for one in values:
+        half = one.element_size() == 2  # would round the factor
+        one.copy_(one.float().mul_(factor)) if half else one.mul_(factor)
+        one.masked_fill_(factor == 0, 0)

@@ -23,9 +23,9 @@ from pyps.checkpoint.folder import newest_checkpoint
 from pyps.checkpoint.state import Saved
 from pyps.checkpoint.state import load as load_checkpoint
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound, ShardLost
+from pyps.formats.events import Undone, append_undone
+from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import read_records
-from pyps.formats.turns import TurnSchedule
-from pyps.formats.undone import Undone, append_undone
 from pyps.native.values import Hyper, Optimizer, Snapshot, Tensor
 from pyps.remote import create_store, open_store
 from pyps.remote.address import is_address, is_sharded

@@ -8,12 +8,14 @@ from torch import nn
 
 from pyps.native.values import PolicyNeeds
 from pyps.step.machine import StepRules
+from pyps.step.own import follows_own
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
 from pyps.worker.memory import AnnouncedBudget
+from pyps.worker.onward import Onward
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.position import RunSchedule
 from pyps.worker.settings import Settings
@@ -84,11 +86,15 @@ def attached(
     )
     check_depth(settings.depth, store)
     merges = local.merges if local is not None else 0
+    rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
+    optimizer = store.layout.optimizer
+    follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
     transport = Transport(
         client,
         binding,
         report,
-        StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges),
+        rules,
+        own=Onward(optimizer, store.tensors) if follows else None,
         timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
         merge=local.merge if local is not None else None,
     )

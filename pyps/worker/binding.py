@@ -19,9 +19,8 @@ from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.averages import BufferBinding
-from pyps.worker.buckets import GradientBuckets, PinnedMemory
+from pyps.worker.buckets import FORMATS, GradientBuckets, PinnedMemory
 from pyps.worker.checks import BackwardCheck
-from pyps.worker.device_codec import FORMATS
 
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 

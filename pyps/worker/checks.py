@@ -1,20 +1,26 @@
-"""Checks of a step before its gradient is pushed: backward() ran, and nothing diverged."""
+"""Checks of a step before its gradient is pushed: backward() ran, nothing diverged. How misuse is shown."""
 
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pyps.errors import Diverged, InputError
+from pyps.errors import Diverged, InputError, InvalidArgument
 from pyps.worker.step import Step
 
 LOOK_EVERY = (
     32  # steps between two looks at the parameters where no loss is given: a look is a pass over memory
 )
+SHOWN_SHORT = (InputError, InvalidArgument, Diverged)
+INSIDE = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -63,3 +69,25 @@ class DivergenceCheck:
         first, last = step.claim.first, step.claim.first + step.claim.count - 1
         where = f"samples {first} to {last}, version {step.version}"
         return Diverged(what, where, self._last_finite)
+
+
+_previous = sys.excepthook
+
+
+def shorten_tracebacks() -> None:
+    """From now on misuse that ends this process is shown by the script's own frames: those of pyps and torch
+    do not show the cause. Idempotent.
+    """
+    global _previous
+    if sys.excepthook is not _show:
+        _previous, sys.excepthook = sys.excepthook, _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, SHOWN_SHORT):
+        _previous(kind, error, trace)
+        return
+    shown = traceback.TracebackException(kind, error, trace)
+    own = [frame for frame in shown.stack if not frame.filename.startswith(INSIDE)]
+    shown.stack = traceback.StackSummary.from_list(own or list(shown.stack))
+    sys.stderr.write("".join(shown.format()))

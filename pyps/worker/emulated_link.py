@@ -1,4 +1,4 @@
-"""Emulates a worker's links to the store: a message takes as long as pyps.solver.wire says.
+"""Emulates a worker's links to the store: a message takes as long as pyps.solver.links says.
 
 For a link that workers share, a file in the run's folder says which messages are on it. What the real
 transfer takes comes on top; on one machine that is little.
@@ -19,7 +19,7 @@ import msgspec
 
 from pyps.errors import Fenced, TimedOut
 from pyps.profiler.throttle import NANOSECOND, sleep_until
-from pyps.solver.wire import FairShares, LinkSpec
+from pyps.solver.links import FairShares, LinkSpec
 from pyps.worker.background import BackgroundThread
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the clock begins again with it

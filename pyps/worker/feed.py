@@ -14,10 +14,8 @@ from typing import Any, Self
 
 from pyps.native.values import Claim
 from pyps.worker.client import StoreClient
-from pyps.worker.forecast import Positions, RoundForecast
-from pyps.worker.loader import Loader, LoaderOptions
-from pyps.worker.samples import Source
-from pyps.worker.seeding import Draw, seed_generators
+from pyps.worker.loader import Loader, LoaderOptions, Positions, RoundForecast
+from pyps.worker.samples import Draw, Source, seed_generators
 from pyps.worker.step import Step
 
 

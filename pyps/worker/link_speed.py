@@ -20,7 +20,7 @@ import numpy as np
 from pyps.errors import InputError
 from pyps.formats import Link
 from pyps.native.values import Hyper
-from pyps.profiler.lines import link_model
+from pyps.profiler.fit import link_model
 from pyps.store.store import Store
 
 SIZES_BYTES = tuple(1 << k for k in range(12, 26))  # 4 KiB to 32 MiB

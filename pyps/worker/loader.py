@@ -9,25 +9,27 @@ and joined here, unless a collate_fn makes batches.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import math
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
-from pyps.native.values import DataSet
-from pyps.worker.fingerprint import fingerprint_of
-from pyps.worker.forecast import Positions
+from pyps.native.values import Claim, DataSet
 from pyps.worker.samples import Source, Task, join_batches
 from pyps.worker.sampling import indices
+from pyps.worker.settings import Settings
 
 OWN_OPTIONS = (
     "batch_size",
@@ -40,6 +42,9 @@ OWN_OPTIONS = (
 )
 PR_SET_PDEATHSIG = 1
 NO_BATCH = (-1, 0)  # the positions of what is no batch: the data set's fingerprint
+Positions = tuple[int, int]  # first position, samples
+TOLERANCE = 1e-3  # of the mean size of the values: a JPEG decoder's rounding is a tenth of this
+WEIGHT = 0.6180339887498949  # each further value counts this much less, so that two cannot change places
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -267,3 +272,117 @@ def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if user_init is not None:
         user_init(number)
+
+
+def fingerprint_of(source: Source) -> DataSet:
+    """What ranks compare of their data sets: length, type, and either the data set's own `fingerprint` (a
+    string) or its first and last sample.
+
+    Unlike machines decode and round a little differently. So texts and single whole numbers are compared
+    exactly, arrays by their shape and, within a tolerance, their mean. Samples that come out differently when
+    they are read twice are left out.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    digest.update(_name(type(source.dataset)).encode())
+    own = getattr(source.dataset, "fingerprint", None)
+    if isinstance(own, str):
+        digest.update(own.encode())
+        return _made(source, digest, [])
+    values: list[tuple[float, float]] = []
+    if source.length:
+        example = list(_features(source.example(last=False)))
+        if example == list(_features(source.example(last=False))):
+            for feature in (*example, *_features(source.example(last=True))):
+                if isinstance(feature, str):
+                    digest.update(feature.encode())
+                else:
+                    values.append(feature)
+    return _made(source, digest, values)
+
+
+def _made(source: Source, digest: Any, values: list[tuple[float, float]]) -> DataSet:
+    mean = sum(WEIGHT**k * value for k, (value, _) in enumerate(values))
+    tolerance = TOLERANCE * sum(WEIGHT**k * size for k, (_, size) in enumerate(values))
+    finite = math.isfinite(mean) and math.isfinite(tolerance)
+    number = int.from_bytes(digest.digest())
+    return DataSet(source.length, number, mean if finite else 0.0, tolerance if finite else 0.0)
+
+
+def _features(sample: Any) -> Iterator[str | tuple[float, float]]:
+    """What is compared of a sample: texts exactly; (mean, mean size) of an array or a float nearly."""
+    if isinstance(sample, Mapping):
+        for key in sorted(sample, key=str):
+            yield f"key {key}"
+            yield from _features(sample[key])
+    elif isinstance(sample, tuple | list) and not all(isinstance(v, int | float) for v in sample):
+        yield f"{len(sample)} values"
+        for value in sample:
+            yield from _features(value)
+    elif isinstance(sample, str):
+        yield sample.rpartition("/")[2]  # of a path only the file: folders differ between machines
+    elif isinstance(sample, bytes | bool | int | None):
+        yield repr(sample)
+    else:
+        yield from _of_array(sample)
+
+
+def _of_array(sample: Any) -> Iterator[str | tuple[float, float]]:
+    """An array, a tensor, a list of numbers, or a float; of anything else, only its type."""
+    yield _name(type(sample))
+    if hasattr(sample, "detach"):
+        sample = sample.detach().cpu().double().numpy() if not sample.is_complex() else None
+    try:
+        array = np.asarray(sample)
+    except (TypeError, ValueError):
+        return
+    yield f"shape {list(array.shape)}"
+    if array.dtype.kind not in "biuf" or not array.size:
+        return
+    if not array.ndim and array.dtype.kind in "biu":
+        yield repr(array.item())
+        return
+    numbers = array.astype(np.float64)
+    yield float(numbers.mean()), float(np.abs(numbers).mean())
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__
+
+
+class RoundForecast:
+    """Which claims a rank will get in the next rounds: each moves on by one round's samples.
+
+    Nothing depends on it but what is loaded in advance: a batch is only trained if its claim came.
+    round_samples: of the plan. limit: sample positions of the run; 0: without end.
+    """
+
+    def __init__(self, round_samples: int, limit: int) -> None:
+        self._stride, self._limit = round_samples, limit
+        self._last: Claim | None = None
+        self._holds = True
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(sum(settings.batches), settings.samples)
+
+    def observe(self, claim: Claim) -> None:
+        """Take in the claim of the step under way. After a wrong forecast the next one must hold first."""
+        last, self._last = self._last, claim
+        if last is None:
+            return
+        expected = self._after(last, 1)
+        self._holds = expected == (claim.first, claim.count)
+        if claim.round == last.round + 1 and claim.first > last.first:
+            self._stride = claim.first - last.first
+
+    def after(self, claims: int) -> list[Positions]:
+        """The claims after the last one observed, as many as are known to come."""
+        if self._last is None or not self._holds:
+            return []
+        found = (self._after(self._last, k + 1) for k in range(claims))
+        return [positions for positions in found if positions[1] > 0]
+
+    def _after(self, claim: Claim, rounds: int) -> Positions:
+        first = claim.first + rounds * self._stride
+        left = self._limit - first if self._limit else claim.batch
+        return first, max(0, min(claim.batch, left))

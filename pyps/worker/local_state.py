@@ -14,7 +14,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,13 +29,14 @@ from pyps.checkpoint.local_states import (
     states_of,
 )
 from pyps.errors import InputError
+from pyps.formats.files import open_plain
 from pyps.native.values import Flat
-from pyps.worker.packing import pack, unpack
+from pyps.worker.packing import for_file, from_file
 from pyps.worker.settings import Settings
 
 KEEP_FILES = 2  # the newest, and one more for each step under way
 KEEP_SAVED = 2  # the checkpoint being written may not become whole
-STATE, RESIDUAL = "state", "residual"
+RESIDUAL = "residual"
 
 
 class LocalState:
@@ -83,6 +83,7 @@ class LocalState:
             if pushes:
                 self._warn(pushes, "its error feedback begins anew: no file of its residual")
             return None
+        open_plain(path).close()
         try:
             with safe_open(path, "np") as file:
                 return np.array(file.get_tensor(RESIDUAL), np.float32)
@@ -99,28 +100,20 @@ class LocalState:
         return path if path.exists() else None
 
     def _put(self, path: Path) -> None:
-        try:
-            with safe_open(path, "pt") as file:
-                packed = msgspec.json.decode((file.metadata() or {})[STATE])
-                state = unpack(packed, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, msgspec.DecodeError) as error:
-            raise InputError(str(path), "", str(error).lower(), "the state of an optimizer") from None
+        state = from_file(path, "the state of an optimizer")
         kind = type(self._optimizer).__name__
-        if state["kind"] != kind:
-            raise InputError(str(path), "kind", state["kind"], f"{kind}, as the script's optimizer")
+        if not isinstance(state, dict) or state.keys() != {"kind", "state"} or state["kind"] != kind:
+            found = str(state.get("kind")) if isinstance(state, dict) else "something else"
+            raise InputError(str(path), "kind", found, f"{kind}, as the script's optimizer")
         now: dict[str, Any] = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**now, "state": state["state"]})
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
-        tensors: dict[str, torch.Tensor] = {}
         kept = {"kind": type(self._optimizer).__name__, "state": self._optimizer.state_dict()["state"]}
-        packed = pack(kept, "s", tensors)
-        whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         run_dir, rank = self._settings.run_dir, self._settings.rank
         if run_dir is not None:
-            described = {STATE: msgspec.json.encode(packed).decode()}
-            self._write(state_file(run_dir, rank, pushes), whole, described)
+            self._write(state_file(run_dir, rank, pushes), *for_file(kept))
 
     def save_residual(self, pushes: int, values: Flat) -> None:
         """Write what the codes of that push do not carry; warns as save()."""

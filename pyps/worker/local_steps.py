@@ -187,11 +187,27 @@ def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings
     )
 
 
-def checked_merges(wanted: int) -> int:
-    """How often a worker merges between two pushes. Raises InputError for what is not a number of times."""
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
-        raise InputError("attach", "merges", repr(wanted), "a number of times")
-    return wanted
+def local_steps_of(
+    settings: Settings,
+    store: Store,
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    clip_norm: float | None,
+    pushes: int,
+    merges: int,
+) -> LocalSteps | None:
+    """Those of a worker that has joined, as LocalSteps takes them; None: it takes none.
+
+    Raises InputError for `merges` that are no number of times.
+    """
+    if not settings.local_steps:
+        return None
+    if isinstance(merges, bool) or not isinstance(merges, int) or merges < 0:
+        raise InputError("attach", "merges", repr(merges), "a number of times")
+    state, overlaps = LocalState(settings, optimizer), settings.depth > 1
+    local = LocalSteps(optimizer, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
+    local.keep_residual(store, settings.encoding.codec)
+    return local
 
 
 def stored_optimizer(

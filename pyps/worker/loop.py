@@ -32,25 +32,22 @@ from pyps.formats.records import RecordWriter, drop_undone, record_path
 from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.step.events import Abort, Continue
-from pyps.step.parts import even_steps, next_part
+from pyps.step.machine import even_steps, next_part
 from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
-from pyps.worker.attach import check_same, hyper_of, inspect, open_or_create, set_planned_turns
+from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
 from pyps.worker.attached import Attached, attached
-from pyps.worker.checks import DivergenceCheck
+from pyps.worker.checks import DivergenceCheck, shorten_tracebacks
+from pyps.worker.epochs import Epochs, OnEpoch
 from pyps.worker.feed import BatchFeed
-from pyps.worker.forecast import RoundForecast
-from pyps.worker.loader import LoaderOptions
-from pyps.worker.local_state import LocalState
+from pyps.worker.loader import LoaderOptions, RoundForecast
 from pyps.worker.local_steps import (
-    LocalSteps,
     LocalStepsArgument,
-    checked_merges,
+    local_steps_of,
     stored_optimizer,
     with_local_steps,
 )
-from pyps.worker.misuse import shorten_tracebacks
 from pyps.worker.mode import ModeOptions
 from pyps.worker.position import (
     RunPosition,
@@ -209,39 +206,40 @@ class Worker:
         is_local = self.settings.local_steps > 0
         stored = stored_optimizer(chosen, outer, self.settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
-        register_policy(self.settings.policy)
         settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
-        self._store = store = open_or_create(settings, attachment, timeout)
-        atexit.register(_close_if_alive, weakref.ref(self))
-        check_same(store, attachment)
-        check_agreed(store, self.settings)
-        if self.settings.journal is not None:
-            store.journal(self.settings.journal)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
-        set_planned_turns(store, self.settings)
-        is_new = self.settings.launched and self.rank >= store.layout.ranks
-        store.join(self.rank, "new_worker" if is_new else "worker")
-        if self.settings.cost_model is not None:
-            store.set_cost_model(self.settings.cost_model)
-        ranks, local = store.ranks(), None
-        pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
-        if self.settings.run_dir is not None and self.settings.launched:
-            drop_undone(self.settings.run_dir, self.rank, pushes)
-        if is_local:
-            state, parameters = LocalState(settings, chosen), [e.parameter for e in attachment.entries]
-            overlaps, merges = settings.depth > 1, checked_merges(merges)
-            local = LocalSteps(chosen, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
-            local.keep_residual(store, settings.encoding.codec)
+        store, pushes = self._join(settings, attachment, timeout)
+        parameters = [entry.parameter for entry in attachment.entries]
+        local = local_steps_of(settings, store, chosen, parameters, clip_norm, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         if is_local or not schedule:
-            version = store.status().version
-            warn_of_other_constants(store.name, version, hyper_of(attachment), store.hyper())
+            warn_of_other_constants(store.name, store.status().version, hyper_of(attachment), store.hyper())
         binding = self._attached.binding
         store.pull(binding.flat)
         binding.refresh()
-        self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
-        if self.settings.run_dir is not None:
-            self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
+        self._throttle = settings.make_throttle(on_gpu=binding.on_gpu)
+        if settings.run_dir is not None:
+            self._records = RecordWriter(record_path(settings.run_dir, self.rank, os.getpid()))
+
+    def _join(self, settings: Settings, attachment: Attachment, timeout: float) -> tuple[Store, int]:
+        """Open the run's store, which rank 0 makes, and join it; the store, and this rank's pushes so far."""
+        register_policy(settings.policy)
+        self._store = store = open_or_create(settings, attachment, timeout)
+        atexit.register(_close_if_alive, weakref.ref(self))
+        check_same(store, attachment)
+        check_agreed(store, settings)
+        if settings.journal is not None:
+            store.journal(settings.journal)
+        set_planned_turns(store, settings)
+        is_new = settings.launched and self.rank >= store.layout.ranks
+        store.join(self.rank, "new_worker" if is_new else "worker")
+        if settings.cost_model is not None:
+            store.set_cost_model(settings.cost_model)
+        ranks = store.ranks()
+        pushes = ranks[self.rank].pushes if self.rank < len(ranks) else 0
+        if settings.run_dir is not None and settings.launched:
+            drop_undone(settings.run_dir, self.rank, pushes)
+        return store, pushes
 
     def batches(
         self,
@@ -252,6 +250,7 @@ class Worker:
         pin_memory: bool = False,
         prefetch: int = 2,
         sharded: bool = False,
+        on_epoch: OnEpoch | None = None,
         **loader_options: Any,
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run's samples are used up. Call step() after each.
@@ -259,22 +258,21 @@ class Worker:
         dataset: a map-style dataset, an IterableDataset, or a tuple of tensors (indexed at once, here).
         num_workers: processes that load batches while steps are computed; 0: each is loaded when needed.
         collate_fn: makes a batch of samples; None: torch's default.
-        pin_memory: as in torch's DataLoader.
         prefetch: batches that each loader process loads in advance, as far as claims are known.
         sharded: an IterableDataset that gives each rank and loader process its part by itself; otherwise each
             takes its share of one stream. A stream that ends begins again.
-        loader_options: others of torch's DataLoader: timeout, worker_init_fn, multiprocessing_context ...
+        on_epoch: a validation (pyps.worker.epochs): called with the number of finished epochs, on one rank,
+            with the newest parameters in the model. Rounds wait for it, at most the round timeout.
+        pin_memory, loader_options: torch's DataLoader's: timeout, worker_init_fn ...
 
         Which sample a position means depends on the seed alone, and so do random numbers: torch, NumPy and
-        random are seeded before each sample is read and before each batch is yielded. Where the plan splits
-        this rank's batch, each micro-batch is yielded by itself. At the end the model holds the run's final
-        parameters. Raises InputError if step() was not called for the last batch, and for a dataset that
-        cannot be read or that differs between ranks.
+        random are seeded before each sample is read and each batch is yielded. Where the plan splits this
+        rank's batch, micro-batches are yielded. At the end the model holds the run's final parameters. Raises
+        InputError without step() for the last batch, and for a dataset unreadable or unlike other ranks'.
         """
         attached, settings = self._require(), self.settings
-        source = make_source(
-            dataset, collate_fn, settings.seed, self.rank, self.store.layout.ranks, sharded=sharded
-        )
+        ranks = self.store.layout.ranks
+        source = make_source(dataset, collate_fn, settings.seed, self.rank, ranks, sharded=sharded)
         if settings.dataset_size and source.length not in (0, settings.dataset_size):
             expected = f"{settings.dataset_size}, as --dataset-size says"
             raise InputError("batches", "dataset", f"{source.length} samples", expected)
@@ -282,10 +280,13 @@ class Worker:
         options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
         forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
         client, transport = attached.client, attached.transport
+        epochs = Epochs(on_epoch, self.refresh, self.store, self.rank, settings.run_dir) if on_epoch else None
         with BatchFeed(source, options, client, transport.claim_ahead, self._at_once, forecast) as feed:
             while (step := transport.begin()) is not None:
                 self._step = step
                 self._follow(step, source.length)
+                if epochs is not None:
+                    epochs.follow(self.position, attached.global_batch)
                 feed.begin(step.claim)
                 while step.left:
                     self._begin_micro_batch(step)
@@ -295,10 +296,11 @@ class Worker:
                         step.throttled = step.throttle.__enter__()
                     yield batch
                     if self._step is step and step.micro:
-                        raise InputError(
-                            "worker", "batches", "no step() since the last batch", "step() after each batch"
-                        )
+                        found = "no step() since the last batch"
+                        raise InputError("worker", "batches", found, "step() after each batch")
         self.refresh()
+        if epochs is not None:
+            epochs.end(source.length)
 
     def _follow(self, step: Step, dataset_length: int) -> None:
         """A step begins: bring the schedule, and what counts batches in the model, to its position."""

@@ -16,11 +16,11 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
-from pyps.formats.learnt import learnt
+from pyps.formats.files import learnt
+from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import VARIABLE
-from pyps.formats.turns import TurnSchedule, plan_turns
 from pyps.native.values import Codec, CostModel, Encoding
-from pyps.solver.wire import LinkSpec
+from pyps.solver.links import LinkSpec
 from pyps.store.codec import fed_back
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.emulated_link import EmulatedLinks

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 class Outcome:
     """What became of a gradient: `result`, or why it was dropped; and when it travelled.
 
-    `version`: of the parameters that were pulled after it. `unencodable`: the gradient has values that
-    are not finite.
+    `version`: of the parameters that were pulled after it. `fenced`: the worker was. `unencodable`: the
+    gradient has values that are not finite.
     """
 
     result: PushResult | None = None
     rejected: bool = False
+    fenced: bool = False
     unencodable: bool = False
     version: int | None = None
     spans: list[Span] = field(default_factory=list)
@@ -99,6 +100,7 @@ class Step:
             overrun_seconds=self.overrun_seconds,
             skipped=not self.finite,
             rejected=result is None,
+            fenced=outcome.fenced,
             depth=depth,
             loader_seconds=self.loader_seconds,
             loader_workers=self.loader_workers,

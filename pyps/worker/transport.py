@@ -25,38 +25,7 @@ import numpy as np
 from pyps.errors import Ended, Fenced, InputError
 from pyps.formats.records import Span
 from pyps.native.values import Claim, Flat, PushRequest, PushResult
-from pyps.step.events import (
-    Action,
-    Advised,
-    Arrived,
-    Check,
-    Claimed,
-    ClaimNext,
-    Compute,
-    Computed,
-    Continue,
-    Control,
-    End,
-    Event,
-    Flush,
-    Interrupted,
-    Load,
-    Loaded,
-    Partial,
-    Pending,
-    Pull,
-    Pulled,
-    RanOut,
-    Refreshed,
-    Rejoin,
-    Rejoined,
-    Return,
-    Send,
-    Sent,
-    Take,
-    Wanted,
-    WasFenced,
-)
+from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules
 from pyps.step.transfer import Ask
 from pyps.store.staging import StagingBuffer
@@ -64,6 +33,7 @@ from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
 from pyps.worker.client import CLOSE_SECONDS, StoreClient, Transfer
+from pyps.worker.onward import Onward
 from pyps.worker.step import Outcome, Step
 
 StepCallback = Callable[[Step, Outcome], None]
@@ -176,8 +146,9 @@ class Transport:
 
     report: receives each step that was sent, once its outcome is known. merge: brings parameters into the
     model in the middle of a step, by the call that it gets, with the local steps taken so far; None: no local
-    steps. timeout: seconds that a transfer of a pipeline may take. A fenced worker rejoins by itself; what it
-    had claimed is dropped.
+    steps. own: moves the parameters along its gradients under way; None: they stay as they came. timeout:
+    seconds that a transfer of a pipeline may take. A fenced worker rejoins by itself; what it had claimed is
+    dropped.
     """
 
     def __init__(
@@ -189,10 +160,12 @@ class Transport:
         *,
         timeout: float,
         merge: Merge | None = None,
+        own: Onward | None = None,
     ) -> None:
         self.depth = rules.depth
         self._client, self._binding, self._report = client, binding, report
         self._merge = merge or (lambda bring: bring())
+        self._own = own
         self._machine = StepMachine(rules)
         self._way: TransferWay = (
             Serial(client, binding.flat) if rules.depth == 1 else Overlapped(client, binding.flat, timeout)
@@ -217,14 +190,16 @@ class Transport:
     def begin(self) -> Step | None:
         """The next step, its parameters in the model; None when the run's samples are used up."""
         self._ready = 0.0
-        action = self._drive(Wanted())
-        if isinstance(action, End):
+        action = self._drive(events.Wanted())
+        if isinstance(action, events.End):
             return None
-        assert isinstance(action, Compute)
+        assert isinstance(action, events.Compute)
         self._may_claim = action.may_claim
         claim, staging = self._claims.popleft()
         self._ready = self._ready or time.monotonic()
         self._binding.attach_grads(staging)
+        if self._own is not None:
+            self._own.go_on(self._binding.flat)
         self._binding.refresh()
         spans, self._waits = self._waits, []
         return Step(claim, staging, action.version, [*spans, ("pull", self._ready, time.monotonic())])
@@ -235,13 +210,13 @@ class Transport:
             with suppress(Fenced):  # the push will say so
                 self._client.claim_ahead(1)
 
-    def go_on(self, step: Step, following: int) -> Control:
+    def go_on(self, step: Step, following: int) -> events.Control:
         """Between two micro-batches of a step, the next with `following` samples: Continue, Finish or
         Abort. Newer parameters may have come into the model.
         """
-        event = Partial(step.done - step.micro, step.done, step.done + step.left, following)
+        event = events.Partial(step.done - step.micro, step.done, step.done + step.left, following)
         action = self._drive(event)
-        if isinstance(action, Continue):
+        if isinstance(action, events.Continue):
             step.version = action.version
         step.spans, self._merges = step.spans + self._merges, []
         return action
@@ -255,10 +230,10 @@ class Transport:
             seconds = time.monotonic() - step.created
             request = replace(request, base_params=base, compute_seconds=seconds)
         self._sending, self._back = (step, request), None
-        action = self._drive(Computed())
-        assert isinstance(action, Return)
+        action = self._drive(events.Computed())
+        assert isinstance(action, events.Return)
         if action.dropped:
-            self._report(step, Outcome(rejected=True))
+            self._report(step, Outcome(rejected=True, fenced=True))
         if self._back is None:
             return None
         back, outcome = self._back
@@ -268,10 +243,11 @@ class Transport:
         """Pull one single version into the model, after any transfer under way; the version. Raises what a
         transfer raised, TimedOut if one takes too long.
         """
-        self._drive(Flush())
+        self._drive(events.Flush())
         _, version = self._client.store.pull(self._binding.flat, strict=True)
+        self._loaded()
         self._binding.refresh()
-        self._drive(Refreshed(version))
+        self._drive(events.Refreshed(version))
         return version
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
@@ -283,30 +259,30 @@ class Transport:
 
     # The machine's actions.
 
-    def _drive(self, event: Event) -> Control:
+    def _drive(self, event: events.Event) -> events.Control:
         """Carry out what follows from an event, until it is the trainer's turn."""
         if self._failure is not None:
             raise self._failure
         action = self._machine.receive(event)
-        while not isinstance(action, Control):
+        while not isinstance(action, events.Control):
             try:
                 event = self._do(action)
             except Fenced:
-                event = WasFenced()
+                event = events.WasFenced()
             except Ended:
-                event = RanOut()
+                event = events.RanOut()
             except BaseException as error:
                 if self._taking and self.depth > 1:
                     self._failure = error
-                self._machine.receive(Interrupted(transfer=self._taking))
+                self._machine.receive(events.Interrupted(transfer=self._taking))
                 self._taking = False
                 raise
             action = self._machine.receive(event)
             try:
                 self._tell()
             except BaseException:
-                if not isinstance(action, Control):
-                    self._machine.receive(Interrupted())
+                if not isinstance(action, events.Control):
+                    self._machine.receive(events.Interrupted())
                 raise
         return action
 
@@ -316,62 +292,67 @@ class Transport:
             landed, self._landed = self._landed, None
             self._report(*landed)
 
-    def _do(self, action: Action) -> Event:
+    def _do(self, action: events.Action) -> events.Event:
         match action:
-            case ClaimNext():
+            case events.ClaimNext():
                 return self._claim(action.ahead)
-            case Pull():
-                return Pulled(self._merging(self._pull) if action.merges else self._pull())
-            case Check():
-                return Advised(self._client.store.should_continue(action.done, action.following))
-            case Send():
+            case events.Pull():
+                return events.Pulled(self._merging(self._pull) if action.merges else self._pull())
+            case events.Check():
+                return events.Advised(self._client.store.should_continue(action.done, action.following))
+            case events.Send():
                 return self._send(action.ask)
-            case Take():
-                return self._take() if action.waits or self._way.ready else Pending()
-            case Load():
+            case events.Take():
+                return self._take() if action.waits or self._way.ready else events.Pending()
+            case events.Load():
                 self._merging(self._load) if action.merges else self._load()
                 if self.depth > 1 and not action.merges:
                     self._binding.refresh()
-                return Loaded()
-            case Rejoin():
+                return events.Loaded()
+            case events.Rejoin():
                 self._claims.clear()
                 self._client.rejoin()
-                return Rejoined()
+                return events.Rejoined()
         raise AssertionError(action)
 
-    def _claim(self, ahead: int) -> Event:
+    def _claim(self, ahead: int) -> events.Event:
         began = time.monotonic()
         claims = [self._client.claim(), *self._client.claim_ahead(ahead)]
         self._claims.extend([(claim, self._client.store.stage()) for claim in claims])
         self._ready = time.monotonic()
         self._waits.append(("wait", began, self._ready))
-        return Claimed(len(claims), claims[0].version)
+        return events.Claimed(len(claims), claims[0].version)
 
-    def _send(self, ask: Ask) -> Event:
+    def _send(self, ask: Ask) -> events.Event:
         assert self._sending is not None
         (step, request), self._sending = self._sending, None
         self._sent.append(step)
+        if self._own is not None:
+            self._own.sent(request, step.staging.flat)
         self._way.send(request, ask)
-        return Sent()
+        return events.Sent()
 
-    def _take(self) -> Event:
+    def _take(self) -> events.Event:
         began, waits = time.monotonic(), self.depth > 1 and not self._way.ready
         step = self._sent.popleft()
+        if self._own is not None:
+            self._own.arrived()
         self._taking = True
         transfer = self._way.take()
         self._taking = False
         if waits:
             self._waits.append(("wait", began, time.monotonic()))
         outcome = transfer.outcome
+        outcome.fenced = transfer.fenced and outcome.result is None
         self._binding.commit_residual(outcome.result is not None and step.finite)
         self._landed = step, outcome
         if transfer.fenced:
-            return Arrived(fenced=True)
+            return events.Arrived(fenced=True)
         self._back = step, outcome
         self._claims.extend(zip(transfer.claims, transfer.staging, strict=True))
         waited = outcome.result.wait_seconds if outcome.result is not None else 0.0
         way = sum(end - begin for kind, begin, end in outcome.spans if kind in ("push", "pull"))
-        return Arrived(outcome.version, len(transfer.claims), False, waited, way, step.compute_seconds)
+        return events.Arrived(outcome.version, len(transfer.claims), False, waited, way, step.compute_seconds)
 
     def _merging(self, bring: Callable[[], int]) -> int:
         """Bring parameters into the model in the middle of a step; their version."""
@@ -387,11 +368,18 @@ class Transport:
         return version
 
     def _pull(self) -> int:
-        return self._client.pull(self._binding.flat)
+        version = self._client.pull(self._binding.flat)
+        self._loaded()
+        return version
 
     def _load(self) -> int:
         self._way.load()
+        self._loaded()
         return 0
+
+    def _loaded(self) -> None:
+        if self._own is not None:
+            self._own.loaded()
 
 
 def check_depth(depth: int, store: Store) -> None:

@@ -148,7 +148,7 @@ def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
     in_time = np.array(intercept) + cp.multiply(np.array(slope), b[np.array(owner)]) <= t
     all_done, under, over = problem.global_batch <= cp.sum(b), b <= most, b >= low
     program = cp.Problem(cp.Minimize(t), [in_time, all_done, under, over])
-    program.solve(solver=cp.CLARABEL)
+    program.solve(solver=cp.SCIPY)
     if program.status != cp.OPTIMAL:
         raise PypsError(f"cvxpy ended without an optimum: {program.status}")
 

@@ -20,17 +20,17 @@ from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Lim
 from pyps.solver.exact.kinds import TooManyKinds, fastest, handles
 from pyps.solver.exact.minmax import solve
 from pyps.solver.exact.subset import solve_subset
-from pyps.solver.milp.model import Milp, minmax_milp
+from pyps.solver.milp.model import MOST_SECONDS, Milp, NoProof, minmax_milp
 from pyps.solver.sync import Sync
 
 
 def solve_constrained(
-    constrained: ConstrainedProblem, time_limit: float | None = None
+    constrained: ConstrainedProblem, time_limit: float | None = MOST_SECONDS
 ) -> ConstrainedSolution:
     """The optimum: by the exact solvers, else by HiGHS.
 
     time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
-    help, and PypsError if HiGHS stops without a proof.
+    help, and NoProof if HiGHS stops without a proof.
     """
     if constrained.may_not_bind:
         found = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
@@ -49,11 +49,22 @@ def _longest_step(solution: ConstrainedSolution) -> float:
     return float(solution.step_seconds.max()) + solution.sync_seconds
 
 
-def solve_by_milp(constrained: ConstrainedProblem, time_limit: float | None = None) -> ConstrainedSolution:
+def solve_by_milp(
+    constrained: ConstrainedProblem, time_limit: float | None = MOST_SECONDS
+) -> ConstrainedSolution:
     """The optimum by HiGHS, with or without side constraints."""
     solve(constrained.problem)  # raises Infeasible if no split exists even without side constraints
     milp, seconds = constrained_milp(constrained)
-    if not milp.minimise(seconds, time_limit=time_limit):
+    try:
+        feasible = milp.minimise(seconds, time_limit=time_limit)
+    except NoProof as stopped:
+        if stopped.best is None or stopped.bound is None:
+            raise
+        best, bound = (1e3 * milp.scale * value for value in (stopped.best, stopped.bound))
+        batches = milp.batches().tolist()
+        between = f"iterations of {best:.4g} ms by {batches}, no split is below {bound:.4g} ms"
+        raise NoProof(f"{stopped}: {between}", stopped.best, stopped.bound) from None
+    if not feasible:
         raise _refusal(constrained)
     return solution_of(constrained, milp)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ from pyps.solver.costs import Costs, Ints
 from pyps.solver.exact.minmax import Problem
 
 SolverName = Literal["HiGHS", "CBC"]
+MOST_SECONDS = 120.0  # for a proof: users wait for it
+
+
+class NoProof(PypsError):
+    """A solver stopped before it had proved an optimum. best, bound: of the objective, if any."""
+
+    def __init__(self, message: str, best: float | None = None, bound: float | None = None) -> None:
+        super().__init__(message)
+        self.best, self.bound = best, bound
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,12 @@ class Milp:
     steps: list[Any] = field(default_factory=list)
     extra: list[Any] = field(default_factory=list)
 
-    def minimise(self, objective: Any, solver: SolverName = "HiGHS", time_limit: float | None = None) -> bool:
-        """Solve with no gap allowed; False if infeasible. Raises PypsError if the solver proves neither."""
+    def minimise(
+        self, objective: Any, solver: SolverName = "HiGHS", time_limit: float | None = MOST_SECONDS
+    ) -> bool:
+        """Solve with no gap allowed; False if infeasible. Raises NoProof if the solver proves neither within
+        time_limit seconds; None: it may take any time.
+        """
         import pulp
 
         self.model.setObjective(objective)
@@ -72,7 +86,16 @@ class Milp:
             return False
         if status != "Optimal" or self.model.sol_status != pulp.LpSolutionOptimal:
             why = f"no proof within {time_limit:g} s" if time_limit is not None else status.lower()
-            raise PypsError(f"{solver} ended without a solution: {why}")
+            found = self.model.solverModel.getInfo() if solver == "HiGHS" else None
+            if (
+                found is None
+                or not math.isfinite(found.objective_function_value)
+                or not found.mip_gap < math.inf
+            ):
+                raise NoProof(f"{solver} ended without a solution: {why}")
+            best, bound = found.objective_function_value, found.mip_dual_bound
+            gap = f"a gap of {found.mip_gap:.1%} is left"
+            raise NoProof(f"{solver} ended without a proof: {why}; {gap}", best, bound)
         return True
 
     def batches(self) -> Ints:

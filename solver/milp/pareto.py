@@ -23,8 +23,6 @@ from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, h
 from pyps.solver.milp.constrained import constrained_milp, solution_of, solve_constrained, total_need
 
 PRICE = "price_per_hour"
-POINTS_AT_MOST = 100
-MAX_POINTS = 1_000_000
 TIME_TOLERANCE = 1e-6  # relative: the error that HiGHS may make in a bound on the time
 CHEAPER = 1e-4  # relative: how much cheaper the next point is at least; well above HiGHS' tolerance
 
@@ -40,17 +38,13 @@ class ParetoPoint:
     price_per_million_samples: float
 
 
-def pareto_front(
-    constrained: ConstrainedProblem, price: Floats, most: int = POINTS_AT_MOST
-) -> Iterator[ParetoPoint]:
-    """The first `most` points of the front, fastest first. price: of one hour of each worker.
+def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[ParetoPoint]:
+    """The points of the front, fastest first. price: of one hour of each worker.
 
     Raises Infeasible if there is no solution, PypsError if HiGHS stops without a proof.
     """
     solution: ConstrainedSolution | None = solve_constrained(constrained)
-    for _ in range(most):
-        if solution is None:
-            return
+    while solution is not None:
         point = _point(_cheapest(constrained, price, solution), price)
         yield point
         budget, earlier = point.price_per_hour * (1 - CHEAPER), solution.longest_seconds
@@ -80,7 +74,7 @@ def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float)
     point, no worse in time and price and so in their product, lie within the budget too.
     """
     cheapest = math.inf
-    for point in pareto_front(constrained, price, most=MAX_POINTS):
+    for point in pareto_front(constrained, price):
         if point.price_per_million_samples <= budget:
             return point.solution
         cheapest = min(cheapest, point.price_per_million_samples)

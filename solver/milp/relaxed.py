@@ -14,7 +14,6 @@ import heapq
 
 import numpy as np
 
-from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.sync import Sync
 
@@ -82,9 +81,3 @@ def _sooner(problem: Problem, count: int, high: float) -> float:
         middle = low + (high - low) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return low * (1 - ROUNDING)
-
-
-def unbounded_seconds(costs: Costs, global_batch: int) -> float:
-    """The closed form above, for lines with a_i > 0 and all workers in use."""
-    fixed = costs.c if costs.transfer is None else costs.c + costs.transfer
-    return float((global_batch + (fixed / costs.a).sum()) / (1 / costs.a).sum())

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pyps.solver.online.decide import Split, SplitChange, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading, Estimate
 from pyps.solver.online.members import Ranks, share_out, why_ranks_changed
-from pyps.solver.online.window import CONFIRMED
 
 FIRST_STEPS = 3  # of a rank that nothing is known of, before it gets its share
 FIRST_SHARE = 0.25  # of an equal share: what it gets until then
@@ -153,7 +152,9 @@ class Balancer:
         unsure = any(estimate.unsure for estimate in estimates)
         self.corrected = self.corrected and not unsure
         error = max((estimates[rank].error for rank in measured), default=0.0)
-        least_gain = gain_worth_a_change(self.rules.deadband, error, self.corrected)
+        quiet = not unsure and (self.corrected or all(estimate.level == 1.0 for estimate in estimates))
+        drifts = any(estimate.drifts for estimate in estimates)
+        least_gain = gain_worth_a_change(self.rules.deadband, error, self.corrected, quiet, drifts)
         split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
         needed = [bool(b) and (bounds[r].required or not self.rules.rests) for r, b in enumerate(split)]
         change = self._better(split, estimates, bounds, needed, least_gain, step)
@@ -298,7 +299,7 @@ class Balancer:
         # What left one device may have come to another: that one's first slow step is no hiccup.
         moved = any(self.devices[rank].quicker() for rank in fresh)
         for rank in fresh:
-            self.devices[rank].take(window, 1 if moved else CONFIRMED)
+            self.devices[rank].take(window, 1 if moved else None)
         return fresh
 
     # ---- ranks that were left out ----

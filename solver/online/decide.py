@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs
@@ -20,11 +20,13 @@ T = TypeVar("T", bool, int)
 Split = tuple[int, ...]  # samples a round, by rank
 
 MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
+QUIET_GAIN = 3.0  # the same while no device has changed: noise has many chances to look like a gain
 CERTAIN_GAIN = 3.0  # in standard errors: a larger gain is real, however small
 AGAIN = 3.0  # times that: after a correction of the split for the same devices
 LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
 MOST_UNSURE = 3  # times: how far a batch moves at once while its rank's cost is unsure
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
+LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,21 @@ class SplitChange:
         return "; ".join(self.reasons)
 
 
-def gain_worth_a_change(deadband: float, error: float, corrected: bool = False) -> float:
+def gain_worth_a_change(
+    deadband: float, error: float, corrected: bool = False, quiet: bool = False, drifts: bool = False
+) -> float:
     """The least relative gain that is worth a change.
 
     error: the relative standard error of the ranks' times. The deadband holds while they are not certain; as
     evidence grows, smaller gains count. corrected: the split was corrected since a device has changed.
+    quiet: no device has changed since then. drifts: a device changes all the time, so that waiting for
+    evidence costs more than a change.
     """
+    if drifts:
+        return max(error, LEAST_GAIN)
     certain = CERTAIN_GAIN * (AGAIN if corrected else 1.0) * error
-    return max(MIN_GAIN * error, min(deadband, certain), LEAST_GAIN)
+    least = QUIET_GAIN if quiet else MIN_GAIN
+    return max(least * error, min(deadband, certain), LEAST_GAIN)
 
 
 def best_split(
@@ -142,3 +151,62 @@ def _reasons(split: Split, after: Split, paces: Sequence[float], step: int) -> t
     if not reasons:
         reasons.append(f"better cost estimates at step {step}: {list(split)} -> {list(after)}")
     return tuple(reasons)
+
+
+class Messenger(Protocol):
+    """What a rank does with its messages. number: of the report and its decision."""
+
+    def report(self, number: int, asked: bool) -> None:
+        """Send what is known. asked: a rank asked for it."""
+
+    def decide(self, number: int, lead: int) -> None:
+        """Decide, if this is the rank that does; `lead` rounds are drawn before all read it."""
+
+    def read(self, number: int) -> bool:
+        """Read the decision; whether it is a change of the split."""
+
+
+class Cadence:
+    """When ranks that meet once a step report, decide and read, so that none waits for a message.
+
+    Every `window` steps each rank reports what its device costs. A step later one of them decides. Another
+    step later all read the decision, and it holds from a round that none has drawn. Between these steps all
+    ranks have met, so every message is there when it is read.
+
+    A rank that is sure of a change asks for a decision with what the ranks exchange anyway. All learn of it
+    in the same step, and report, decide and read within it: this once they wait.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.since = 0  # steps since the latest report
+        self._number = 0  # of that report
+        self._under_way = False  # its decision is still to come
+
+    def step(self, asked: bool, part: Messenger) -> bool:
+        """A step has ended. asked: a rank asks for a decision, as all ranks know. Whether one was made on
+        what is known now, so that this rank need not ask for another.
+        """
+        self.since += 1
+        if self._under_way and self.since == 1:
+            part.decide(self._number, 1 if asked else LEAD)
+            due = asked and not self._read(part)
+        elif self._under_way:
+            due = not self._read(part) and asked
+        else:
+            due = asked or self.since >= self.window
+        if due:
+            self._report(part, asked)
+        return due and asked
+
+    def _report(self, part: Messenger, asked: bool) -> None:
+        """Begin a decision; where a rank asked for it, end it, too."""
+        self._number, self.since, self._under_way = self._number + 1, 0, True
+        part.report(self._number, asked)
+        if asked:
+            part.decide(self._number, 0)
+            self._read(part)
+
+    def _read(self, part: Messenger) -> bool:
+        self._under_way = False
+        return part.read(self._number)

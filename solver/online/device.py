@@ -12,8 +12,8 @@ from statistics import median
 
 from pyps.formats import MAX_BATCH, PlanWorker
 from pyps.solver.costs import Cost, Line
-from pyps.solver.online.refit import OnlineCost, at_least, stretched
-from pyps.solver.online.window import CONFIRMED, quicker, settled, tells, undecided
+from pyps.solver.online.refit import COUNTED_FROM, OnlineCost, at_least, stretched
+from pyps.solver.online.window import LARGE, quicker, settled, slow, surprises, tells, undecided
 from pyps.solver.ranks import cost_of
 
 MOST_KEPT = 16  # timed steps that were not taken in: a window has fewer
@@ -41,7 +41,7 @@ class Estimate:
     cost: of a step, by batch. proportional: the same if what changed last takes time for each sample; as
     likely, until another batch is timed. level: how many times longer steps take than when they were first
     measured. error: relative, of the time of the latest batch. unsure: only one batch was timed since the
-    cost has changed.
+    cost has changed. drifts: it changes a little all the time.
     """
 
     cost: Cost
@@ -49,6 +49,7 @@ class Estimate:
     level: float = 1.0
     error: float = 0.0
     unsure: bool = False
+    drifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,22 @@ class BalancedDevice:
         self.times: list[float] = []
         self._link_seconds, self._depth = link_seconds, depth
         self._seen = 0  # steps of this batch, as they were counted
+        self._doubted: Cost | None = None  # the cost that the latest slow step does not fit
 
     def hear(self, batch: int, seconds: float) -> None:
         """Take note of one timed step of `batch` samples; those of another batch before it say nothing."""
         if batch != self.batch:
             self.batch, self.times, self._seen = batch, [], 0
+        online, doubted = self.online, self._doubted
         self.times = [*self.times, seconds][-MOST_KEPT:]
         self._seen += 1
+        if doubted is not None and online.scattered >= COUNTED_FROM:
+            lasted = slow(seconds, online, doubted, batch)
+            online.lasted, online.passed = online.lasted + lasted, online.passed + (not lasted)
+        then = online.known.get(batch)
+        late = then is not None and seconds > (1 + LARGE) * then.seconds
+        first = late and surprises(self.times, online, batch) == 1
+        self._doubted = online.cost if first and slow(seconds, online, online.cost, batch) else None
 
     def see(self, batch: int, steps: int, latest: Sequence[float]) -> None:
         """Take note of all steps so far: how many of this batch were timed, and the seconds of the latest."""
@@ -115,6 +125,7 @@ class BalancedDevice:
             online.level,
             online.error,
             online.unsure,
+            online.drift.clear,
         )
 
     def _of_step(self, compute: Cost) -> Cost:
@@ -131,14 +142,14 @@ class BalancedDevice:
         """Whether the last new step shows that the device has become quicker."""
         return quicker(self.times, self.online, self.batch)
 
-    def take(self, window: int, confirmed: int = CONFIRMED, least: int = 1) -> list[float]:
+    def take(self, window: int, confirmed: int | None = None, least: int = 1) -> list[float]:
         """Take in the last new steps, at most `window`; those that counted.
 
         A step that may be a hiccup stays new until the next one. confirmed: surprises that are none. least:
         steps without which nothing is taken in, and all are forgotten.
         """
         times = self.times[-window:]
-        waits = confirmed > 1 and undecided(times, self.online, self.batch)
+        waits = confirmed is None and undecided(times, self.online, self.batch)
         self.times = times[-1:] if waits else []
         times = times[:-1] if waits else times
         if len(times) < least:
@@ -154,7 +165,7 @@ class BalancedDevice:
         """
         if not self.times:
             self.batch = batch
-        counted = self.take(MOST_KEPT, least=CONFIRMED if asked else window // 2 + 1)
+        counted = self.take(MOST_KEPT, least=self.online.confirmed if asked else window // 2 + 1)
         seconds = median(counted) if counted else None
         if seconds is None and asked and self.online.known:
             seconds = self.online.cost.seconds(self.batch)

@@ -13,6 +13,8 @@ estimate takes the middle of these on a log scale: at most the root of the chang
 that fits the cost before all changes means that the disturbance is over. A second batch tells which it is,
 even where the bounds were wrong.
 
+A batch's time follows a device that drifts (pyps.solver.online.drift).
+
 f never leaves 0.5 to 2 times the profile's shape at the level that was measured.
 """
 
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from pyps.profiler.statistics import robust_sigma
 from pyps.solver.costs import Cost, Line, Table
+from pyps.solver.online.drift import Drift
 
 CHANGE = 0.10  # relative, of a window's median: a larger difference is not noise
 ERRORS = 4.0  # standard errors: a smaller difference may be noise
@@ -38,11 +41,15 @@ SLOPE_LOW, SLOPE_HIGH = 0.5, 2.0  # of the profile's shape
 FULL = 1.1  # of the latest level: the whole time grows with the batch
 UNKNOWN_LOW = 0.05  # without a profile, the fixed part may be nearly all
 REMEMBERED = 6  # batches
-STEPS_KEPT = 40  # that a batch's mean is made of, so that it follows what drifts
+STEPS_KEPT = 200  # that what is known of a batch is worth at most
 LEAST_SECONDS = 1e-9
 LEAST_ERROR = 1e-3
-SCATTER_FROM, SCATTER_KEPT = 3, 30  # steps that show a scatter, and that an earlier one counts for
-MOST_SCATTER = 0.1
+SCATTER_FROM, SCATTER_KEPT = 3, 60  # steps that show a scatter, and that an earlier one counts for
+MOST_SCATTER = 0.5
+COUNTED_FROM = 20  # steps of a known scatter: before, nothing is learnt of drift and hiccups
+HICCUP_COST = 3  # what a believed hiccup costs, over what a change that is believed a step earlier saves
+DOUBT = 8.0  # steps: the scatter of few may be too small by this over their number
+SHAPE_ERROR = 0.1  # of the log of an untimed batch's time, by the log of its distance from a timed one
 
 PROPORTIONAL = Line(0.0, 1e-3)
 
@@ -52,21 +59,13 @@ class Timed:
     """What is known of one batch: its mean seconds over `steps`, and the scatter of a step."""
 
     seconds: float
-    steps: int = 1
+    steps: float = 1
     scatter: float = NOISE
 
     @property
     def error(self) -> float:
         """The relative standard error."""
         return max(LEAST_ERROR, self.scatter / math.sqrt(self.steps))
-
-    def and_more(self, other: Timed) -> Timed:
-        """Both, with what is beyond STEPS_KEPT forgotten."""
-        before = min(self.steps, STEPS_KEPT)
-        steps = before + other.steps
-        share = other.steps / steps
-        seconds = math.exp((1 - share) * math.log(self.seconds) + share * math.log(other.seconds))
-        return Timed(seconds, steps, (1 - share) * self.scatter + share * other.scatter)
 
 
 class OnlineCost:
@@ -79,6 +78,9 @@ class OnlineCost:
         self.slopes: tuple[float, float] | None = None  # between which f is; None: before any change
         self.first: Cost | None = None  # before all changes
         self.scatter = NOISE  # relative, of a step
+        self.scattered = 0  # steps that it is of, SCATTER_KEPT at most
+        self.drift = Drift()
+        self.lasted = self.passed = 0  # slow steps that were a change's first one, and hiccups
         self.first_slope = 1.0  # f then
         self.level = 1.0  # how many times longer steps take than when they were first measured
 
@@ -96,6 +98,21 @@ class OnlineCost:
     def unsure(self) -> bool:
         """Whether the first times of another batch will tell much: one has been timed since a change."""
         return self.changed and len(self.known) == 1
+
+    @property
+    def spread(self) -> float:
+        """The scatter of a step, as large as it may be for all that few steps tell."""
+        return self.scatter * (1 + DOUBT / self.scattered if self.scattered else 1.0)
+
+    @property
+    def confirmed(self) -> int:
+        """Slow steps in a row that are a change: two, but one of a device that changes and seldom hiccups."""
+        return 1 if self.lasted > HICCUP_COST * self.passed + 1 else 2
+
+    @property
+    def patience(self) -> float:
+        """Steps in which it drifts as far as their mean errs: more of them would tell less of it now."""
+        return max(SCATTER_FROM, 1 / math.sqrt(self.drift.rate))
 
     def awaits(self, batch: int) -> bool:
         """Whether it is unsure, and this batch is the one that will tell."""
@@ -115,23 +132,52 @@ class OnlineCost:
             return  # nothing was timed, or a table says nothing of this batch
         times = [max(seconds, LEAST_SECONDS) for seconds in times]
         middle = median_low(times)  # of two steps the quicker: what disturbs a single step delays it
-        if len(times) >= SCATTER_FROM:
-            share = len(times) / (len(times) + SCATTER_KEPT)
-            found = min(robust_sigma(times, middle) / middle, MOST_SCATTER)
-            self.scatter = math.hypot(math.sqrt(share) * found, math.sqrt(1 - share) * self.scatter)
-        near = [math.log(s) for s in times if abs(math.log(s / middle)) <= ERRORS * self.scatter]
-        timed = Timed(math.exp(fmean(near)), len(near), self.scatter)
+        self._learn_scatter(times, middle)
+        near = [math.log(s) for s in times if abs(math.log(s / middle)) <= ERRORS * self.spread]
+        timed = Timed(math.exp(fmean(near)), len(near), self.spread)
         if self.known and self._differs(batch, timed) and not self._resolves(batch, timed):
             self._change(batch, timed)
         else:
-            before = self.known.pop(batch, None)
-            self.known[batch] = timed if before is None or _apart(before, timed) else before.and_more(timed)
-            if before is not None and _apart(before, timed):
-                self._follow(batch, timed.seconds / before.seconds)
+            self._follow(batch, timed)
         while len(self.known) > REMEMBERED:
             del self.known[next(iter(self.known))]
         if self.first is not None:
             self.level = self.known[batch].seconds / self.first.seconds(batch)
+
+    def _learn_scatter(self, times: Sequence[float], middle: float) -> None:
+        """How much steps scatter; two alone tell little, so they change it a little."""
+        if len(times) >= SCATTER_FROM:
+            found = robust_sigma(times, middle) / middle
+        elif len(times) > 1 and self.scattered:
+            found = min(abs(math.log(times[0] / times[1])) / math.sqrt(2), 3 * self.scatter)
+        else:
+            return
+        share = len(times) / (len(times) + self.scattered)
+        found = min(found, MOST_SCATTER)
+        scatter = math.hypot(math.sqrt(share) * found, math.sqrt(1 - share) * self.scatter)
+        self.scatter = max(scatter, LEAST_ERROR)
+        self.scattered = min(SCATTER_KEPT, self.scattered + len(times))
+
+    def _follow(self, batch: int, timed: Timed) -> None:
+        """Take in a window of a device that has not changed at once. As far as it drifted, the times of other
+        batches did, too, and are less certain now.
+        """
+        if batch not in self.known and (self.unsure or not (self.profiled and self.known)):
+            self.known[batch] = timed
+            self.drift.begin(timed.error**2)
+            return
+        latest, own = next(reversed(self.known)), self.known.pop(batch, None)
+        before = own.seconds if own is not None else self.cost.seconds(batch)
+        away = 0.0 if own is not None else SHAPE_ERROR * math.log(batch / latest)
+        off, noise, scatter = math.log(timed.seconds / before), timed.error**2 + away**2, self.scatter**2
+        learns = self.scattered >= COUNTED_FROM
+        moved, variance = self.drift.take(off, timed.steps, noise, scatter, learns)
+        drifted = self.drift.rate * scatter * timed.steps
+        share = drifted / (drifted + (variance if own is None else own.error**2))
+        for other, then in self.known.items():
+            seconds = then.seconds * math.exp(share * moved)
+            self.known[other] = _known(seconds, then.error**2 + drifted, then.scatter)
+        self.known[batch] = _known(before * math.exp(moved), variance, timed.scatter)
 
     def expects(self, batch: int) -> tuple[float, float]:
         """The least and the most seconds of a step that are no surprise, but for noise."""
@@ -174,7 +220,8 @@ class OnlineCost:
     def _differs(self, batch: int, timed: Timed) -> bool:
         """Whether a window is more than noise away from what was expected."""
         low, high = self.expects(batch)
-        allowed = max(CHANGE, ERRORS * timed.error)
+        drifted = math.sqrt(self.drift.rate * timed.steps) * self.spread
+        allowed = max(CHANGE, ERRORS * math.hypot(timed.error, self.error, drifted))
         return not low * math.exp(-allowed) <= timed.seconds <= high * math.exp(allowed)
 
     def _resolves(self, batch: int, timed: Timed) -> bool:
@@ -199,6 +246,7 @@ class OnlineCost:
 
     def _change(self, batch: int, timed: Timed) -> None:
         """The device has become another one."""
+        self.drift.begin(timed.error**2)
         cost, _, low, high = self._estimate()
         if self.first is None:
             self.first, self.first_slope = self._estimate()[:2]
@@ -211,12 +259,6 @@ class OnlineCost:
         low = max(low * min(1.0, ratio), self.first_slope * min(1.0, level))
         high = min(high * max(1.0, ratio), self.first_slope * max(1.0, level))
         self.known, self.slopes = {batch: timed}, (min(low, high), max(low, high))
-
-    def _follow(self, batch: int, ratio: float) -> None:
-        """A batch's time has moved a little, so that of the others has too."""
-        for other, timed in self.known.items():
-            if other != batch:
-                self.known[other] = replace(timed, seconds=timed.seconds * ratio)
 
     def _bounds(self) -> tuple[float, float]:
         """Of f: those of the profile's shape at the latest level, and what is known since the last change."""
@@ -241,9 +283,9 @@ class OnlineCost:
         return stretched(self.prior, d, f), f, *kept
 
 
-def _apart(one: Timed, other: Timed) -> bool:
-    """Whether two times of a batch differ by more than their errors."""
-    return abs(math.log(one.seconds / other.seconds)) > ERRORS * math.hypot(one.error, other.error)
+def _known(seconds: float, variance: float, scatter: float) -> Timed:
+    """What is known with a variance of the log."""
+    return Timed(seconds, min(STEPS_KEPT, scatter**2 / max(variance, LEAST_ERROR**2)), scatter)
 
 
 def refit(prior: Cost, known: Mapping[int, float]) -> Cost:

@@ -37,6 +37,7 @@ class ReadingMessage(msgspec.Struct, frozen=True):
     level: float
     error: float
     unsure: bool
+    drifts: bool
     bounds: Bounds
     changing: bool
 
@@ -52,6 +53,7 @@ class ReadingMessage(msgspec.Struct, frozen=True):
             level=e.level,
             error=e.error,
             unsure=e.unsure,
+            drifts=e.drifts,
             bounds=reading.bounds,
             changing=reading.changing,
         )
@@ -59,7 +61,7 @@ class ReadingMessage(msgspec.Struct, frozen=True):
     def reading(self) -> DeviceReading:
         """The reading itself."""
         costs = self.cost.cost(), self.proportional.cost()
-        estimate = Estimate(*costs, self.level, self.error, self.unsure)
+        estimate = Estimate(*costs, self.level, self.error, self.unsure, self.drifts)
         return DeviceReading(self.batch, self.seconds, estimate, self.bounds, self.changing)
 
 
@@ -67,17 +69,21 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a Device.
 
     known: seconds by batch, over how many steps and with which scatter `timed` says; `scatter` is the latest.
-    slopes: bounds of the slope, since the device has changed; first: its cost before that.
+    slopes: bounds of the slope, since the device has changed; first: its cost before that. drift: of each
+    rate the odds, the place and the variance; slow: slow steps that lasted and that passed.
     """
 
     prior: CostMessage
     known: list[tuple[int, float]]
     level: float
-    timed: list[tuple[int, float]] = []
+    timed: list[tuple[float, float]] = []
     slopes: tuple[float, float] | None = None
     first: CostMessage | None = None
     profiled: bool = True
     scatter: float = NOISE
+    scattered: int = 0
+    drift: tuple[list[float], list[float], list[float]] | None = None
+    slow: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(device: BalancedDevice) -> DeviceState:
@@ -91,6 +97,9 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
             first=CostMessage.of(online.first) if online.first is not None else None,
             profiled=online.profiled,
             scatter=online.scatter,
+            scattered=online.scattered,
+            drift=(online.drift.odds, online.drift.at, online.drift.variances),
+            slow=(online.lasted, online.passed),
             level=online.level,
         )
 
@@ -100,4 +109,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
         online.prior, online.profiled = self.prior.cost(), self.profiled
         online.known = {b: Timed(s, *more) for (b, s), more in zip(self.known, timed, strict=True)}
         online.slopes, online.level, online.scatter = self.slopes, self.level, self.scatter
+        online.scattered, (online.lasted, online.passed) = self.scattered, self.slow
+        if self.drift is not None:
+            online.drift.odds, online.drift.at, online.drift.variances = map(list, self.drift)
         online.first = self.first.cost() if self.first is not None else None

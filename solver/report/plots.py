@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pyps.errors import InputError, PypsError
+from pyps.errors import InputError, PypsError, shown
 from pyps.formats import Plan
+from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
-from pyps.solver.plan import even_batches
 
 ROWS_AT_MOST = 32  # workers on one page
 TURNS_AT_MOST = 360  # in one ring
@@ -36,7 +36,7 @@ def draw_timeline(plan: Plan, even_seconds: Sequence[float], path: Path_) -> Non
     figure = _figure(8.0, 1.6 + 0.4 * rows)
     above, below = figure.subplots(2, 1, sharex=True)
     sync = plan.sync.seconds if plan.sync else 0.0
-    names = [worker.name for worker in plan.workers[:rows]]
+    names = [shown(worker.name) for worker in plan.workers[:rows]]
     even = list(even_seconds)[:rows]
     n = len(plan.workers)
     batches = even_batches(plan.global_batch, n)[:rows]
@@ -74,7 +74,7 @@ def _timeline(
             axes.barh(row, 1e3 * sync, left=1e3 * end, **SYNC)
         label = str(batch) if batch else "out"
         axes.text(0, row, f" {label}", va="center", ha="left", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -97,7 +97,8 @@ def draw_ring(plan: Plan, path: Path_) -> None:
         angle = start * turn
         axes.bar(angle, 0.3, width=max(seconds * turn, 0.02), bottom=0.7, align="edge", **TURN)
         if n <= ROWS_AT_MOST:
-            axes.text(angle, 1.12, plan.workers[rank].name, ha="center", va="center", fontsize=8)
+            name = shown(plan.workers[rank].name)
+            axes.text(angle, 1.12, name, ha="center", va="center", fontsize=8, parse_math=False)
     axes.set_ylim(0, 1.2)
     axes.set_axis_off()
     more = f"\n(first {TURNS_AT_MOST} of {n} turns)" if n > TURNS_AT_MOST else ""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+import acceptance
 import papers
 import pytest
+import ringmaster
+import tuning
 
 Quick = Callable[[str], str]
 
@@ -22,13 +26,45 @@ def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quick:
     return run
 
 
-@pytest.mark.parametrize(("part", "competitors"), [("boa", 4 * 2), ("r2sp", 4 * 2), ("saps", 6 + 7)])
+@pytest.mark.parametrize(("part", "competitors"), [("boa", 5 * 3), ("r2sp", 4 * 2), ("saps", 6 + 7)])
 def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) -> None:
     text = quick(part)
     tables = text.count("\n|--")
     assert sum(line.startswith("| ") for line in text.splitlines()) == competitors + tables
     assert "(threshold: " in text
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("best", [1, 3, 24])
+def test_what_is_tuned_lies_inside_what_was_tried(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+    """A rival whose best number of backup workers and step size are far from where the search begins."""
+    tried: set[int] = set()
+
+    def seconds(trial: tuning.Trial, lr: float, seed: int, limit: float = math.inf) -> float:
+        k = int(trial.policy.removeprefix("backup:k="))
+        tried.add(k)
+        return 1.0 + abs(math.log2(k / best)) + abs(math.log2(lr / 128.0))
+
+    monkeypatch.setattr(tuning.Trial, "seconds", seconds)
+    monkeypatch.setattr(tuning.Trial, "run", lambda *_: None)
+    found = tuning.tune(
+        tuning.TuningScenario("many"), acceptance.BACKUP, tuning.Budget(seeds=(1,), tuning=(2,))
+    )
+    assert (found.policy, found.lr) == (f"backup:k={best}", pytest.approx(128.0))
+    assert max(tried) > best
+
+
+def test_the_setting_of_ringmaster(quick: Quick) -> None:
+    rows = [line for line in quick("ringmaster").splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 4
+
+
+def test_a_step_size_is_climbed_to_from_afar() -> None:
+    assert ringmaster.climb(0.016, lambda step: (abs(math.log2(step / 0.256)), 0.0)) == pytest.approx(0.256)
+
+
+def test_backup_workers_leave_someone_to_wait_for() -> None:
+    assert acceptance.BACKUP.ladder(4) == ("backup:k=1", "backup:k=2", "backup:k=3")
 
 
 def test_task_sizes_bits_and_the_pipeline(quick: Quick) -> None:

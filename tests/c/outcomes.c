@@ -208,6 +208,24 @@ static void hold_buffers(bool held) {
     }
 }
 
+/* The buffers of views that have memory are all in use, and no other gets any: nothing has happened. */
+static void no_space_for_a_view(void) {
+    open_two(PYPS_ASP, 60);
+    uint32_t samples = start(first).count, staging = stage(first, 1);
+    pyps_push_result out;
+    a64 *owners = first->view_owners;
+    CHECK(first->layout.views_allocated == 2, "found %u views with memory", first->layout.views_allocated);
+    for (uint32_t b = 0; b < 2; b++)
+        if (b != word_buffer(load_seq(&first->header->view))) store_seq(&owners[b], owner_make(1, 8, 0));
+    disk_full = true;
+    expect(push(first, staging, samples, 10, &out), PYPS_ENOSPC, "no memory for a view");
+    CHECK(!out.admitted_nanoseconds && pyps_staging(first, staging)[3] == 1, "the gradient is gone");
+    disk_full = false;
+    must(push(first, staging, samples, 10, &out), "the same with room");
+    check_version(first, 1, -1);
+    close_two();
+}
+
 /* A push that is admitted at once is complete for its worker: the others complete it when they find a buffer. */
 static void full(void) {
     open_two(PYPS_ASP, 60);
@@ -302,6 +320,7 @@ static const struct test_case cases[] = {
     {"left-staged", left_staged},
     {"interrupted", interrupted},
     {"no-space", no_space},
+    {"no-space-for-a-view", no_space_for_a_view},
     {"full", full},
     {"full-round", full_round},
     {"full-before", full_before},

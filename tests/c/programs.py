@@ -10,6 +10,8 @@ segment or encoded data, is also run on mutations of a corpus; tests/c/libfuzzer
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -22,7 +24,9 @@ from typing import NamedTuple
 
 C = Path(__file__).resolve().parent
 CSRC = C.parents[1] / "csrc"
+BUILT = C.parents[1] / "build" / "tests"
 FLAGS = (f"-I{CSRC}", "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-ffp-contract=off")
+FLAGS += ("-DVIEWS_ALLOCATED=2u",)  # so that most views get their memory when they are first needed
 UNDEFINED = "undefined,float-cast-overflow,float-divide-by-zero"
 SANITIZERS: Mapping[str, tuple[str, ...]] = {
     "none": ("-O2",),
@@ -75,6 +79,7 @@ OUTCOMES = (
     "left-staged",
     "interrupted",
     "no-space",
+    "no-space-for-a-view",
     "full",
     "full-round",
     "full-before",
@@ -122,6 +127,21 @@ def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) ->
     return sorted(folder.glob("*.o"))
 
 
+def kept_core(sanitizer: str, flags: Iterable[str], compiler: Iterable[str]) -> list[Path]:
+    """The core's objects, kept from one run of the tests to the next, until something of them changes."""
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
+    digest = hashlib.blake2b(version + repr((*compiler, *flags)).encode(), digest_size=8)
+    for path in sorted(CSRC.rglob("*.[ch]")):
+        digest.update(path.read_bytes())
+    folder = BUILT / f"core-{sanitizer}-{digest.hexdigest()}"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT / f"{sanitizer}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another lane of the tests waits for this one's
+        for other in {*BUILT.glob(f"core-{sanitizer}-*")} - {folder}:
+            shutil.rmtree(other)
+        return compile_core(folder, flags, compiler)
+
+
 def compile_changed(folder: Path, flags: Iterable[str], compiler: Iterable[str], change: Change) -> Path:
     """The object of one changed file. Raises ValueError unless the text is there exactly once."""
     text = (CSRC / change.file).read_text(encoding="utf-8")
@@ -148,7 +168,7 @@ def build(
     if program.exists() and change is None:
         return program
     flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
-    inputs = compile_core(folder / f"core-{sanitizer}", flags, compiler)
+    inputs = kept_core(sanitizer, flags, compiler)
     if name == "kernels":  # the arithmetic alone: its test defines no failpoint
         inputs = [o for o in inputs if o.stem.startswith("kernels") or o.stem in ("codec", "error")]
     if change:

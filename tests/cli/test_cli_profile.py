@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +59,23 @@ def files() -> list[str]:
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
-    """After the first step, and so with an estimate, whatever came before it."""
     lines: list[str] = []
-    times = iter([0.0, 100.0, 102.0, 104.0, 106.0, 108.0])
-    advance = command.progress_lines("cpu", lines.append, lambda: next(times))
-    for done in range(1, 6):
-        advance(done, 70)
-    assert lines == [
-        "timing cpu: looking for batch sizes",
-        "timing cpu: 2 of 70 steps, 136 s left",
-        "timing cpu: 5 of 70 steps, 130 s left",
-    ]
+    advance = command.progress_lines("cpu", lines.append, iter([0.0, 0.0, 2.0, 4.0, 6.0, 6.0]).__next__)
+    for gone in range(0, 8, 2):
+        advance(gone, 90.0)
+    assert lines == ["timing cpu: 0 s, at most 90 s left", "timing cpu: 6 s, at most 84 s left"]
+
+
+def test_the_time_for_a_device_is_kept_under_a_throttle(shell: Shell) -> None:
+    began = time.monotonic()
+    done = shell(
+        "digits_mlp", "--batches", "1,64,512,4096", "--throttle", "32", "--seconds", "2", "-o", "p.json"
+    )
+    assert done.code == 0, done.err
+    assert time.monotonic() - began < 20.0  # on a machine of any load
+    assert "2 s were too few for" in done.err
+    assert "give more with --seconds" in done.err
+    assert 2 <= len(read_profile("p.json").points) <= 4
 
 
 def test_a_model_is_measured_and_written(shell: Shell) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyps.cli.tracebacks import Tracebacks
+from pyps.cli.progress import Tracebacks
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3', "    x()", "", "NameError: x"]
 

@@ -23,6 +23,7 @@ def earlier(run: dict[str, Any] | None, offered: list[Any]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(encode(make_plan((5, 0, 3))))
     for worker in plain["workers"]:
         del worker["mode"]
+        worker["fit_error"] = 0.01
     return plain | {"run": run, "hps": plain["hps"] | {"workers": offered}}
 
 

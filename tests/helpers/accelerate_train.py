@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,8 @@ def main() -> None:
         again.epoch(epoch, folder)
     ends = [checks.state_of(one.accelerator.unwrap_model(one.model)) for one in (script, again)]
     found = script.checks
+    planted = (Path(folder) / name for name in ("custom_checkpoint_0.pkl", "uneven.safetensors"))
+    said = [checks.planted_runs(file, lambda: Script().accelerator.load_state(folder)) for file in planted]
     if rank == 0:
         balance = script.accelerator.run.balance
         assert balance is not None
@@ -97,6 +100,7 @@ def main() -> None:
             "changes": [str(change) for change in balance.history],
             "evaluated": evaluated,
             "checked": checked.error,
+            "planted": said,
             "resumed": checks.same(*ends),
             "resumed_rounds": again.checks.rounds == found.rounds[-len(again.checks.rounds) :],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -153,29 +152,29 @@ def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -
     return errors
 
 
-def warned_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> list[str]:
+def said_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> str:
     """What the hook says of a hand-written loop."""
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for number in range(3):
-            inputs, targets = numbers(number, batch)
-            if idiom == "accumulate":
-                for x, y in hook.accumulate((inputs, targets), parts):
-                    square(ddp, x, y).backward()
-                continue
-            for low, high in micro_batches(0, batch, parts):
-                with nullcontext() if high == batch else ddp.no_sync():
-                    loss = square(ddp, inputs[low:high], targets[low:high])
-                    if idiom == "share":
-                        loss = loss * hook.share(high - low, batch)
-                    elif idiom == "share of the parts":
-                        loss = loss * hook.share(1, parts + 1)
-                    else:
-                        loss = loss / parts
-                    loss.backward()
-    return [str(one.message) for one in warned if "hook." in str(one.message)]
+    inputs, targets = numbers(0, batch)
+    try:
+        if idiom == "accumulate":
+            for x, y in hook.accumulate((inputs, targets), parts):
+                square(ddp, x, y).backward()
+            return "nothing"
+        for low, high in micro_batches(0, batch, parts):
+            with nullcontext() if high == batch else ddp.no_sync():
+                loss = square(ddp, inputs[low:high], targets[low:high])
+                if idiom == "share":
+                    loss = loss * hook.share(high - low, batch)
+                elif idiom == "share of the parts":
+                    loss = loss * hook.share(1, parts + 1)
+                else:
+                    loss = loss / parts
+                loss.backward()
+    except InputError as error:
+        return str(error)
+    return "nothing"
 
 
 def misused(group: dist.ProcessGroup) -> list[str]:
@@ -186,6 +185,9 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     hook = weighted_hook(ddp, sampler)
     whole = numbers(0, 13, torch.float64)
     own = [x[mine([7, 6], group)] for x in whole]
+    normed = torch.nn.Sequential(torch.nn.Linear(8, 4), UnevenSyncBatchNorm(4)).double().to(DEVICE)
+    parts = UnevenBatchSampler(40, [7, 6], dist.get_rank(group), accumulate=[2, 1])
+    unlike = weighted_hook(DistributedDataParallel(normed, process_group=group), parts)
     said = []
     for wrong in (
         lambda: list(hook.accumulate(own, 0)),
@@ -194,6 +196,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         lambda: [list(micros) for micros in hook.rounds([own, own, own])],
         lambda: hook.share(-1, 4),
         lambda: hook.share(5, 4),
+        lambda: list(unlike.rounds([own])),
     ):
         try:
             wrong()

@@ -32,7 +32,7 @@ from pyps.torch import (
     weighting,
 )
 from pyps.torch.consensus import Consensus
-from pyps.torch.timer import ComputeTimer
+from pyps.torch.rebalance import ComputeTimer
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
 
@@ -206,3 +206,30 @@ def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list
         return agreed_split(total, profiles[rank], max_batch=caps[rank], group=group)
     except (InputError, Infeasible) as error:
         return f"{type(error).__name__}: {error}"
+
+
+class TimerOfTwo(EmulatedTimer):
+    """Of steps of two rounds."""
+
+    def finish(self, batch: int | None) -> None:
+        self._finished.append((batch, 2 * self.cost.seconds(batch or 0)))
+
+
+def accumulated_by_hand(group: dist.ProcessGroup, speeds: list[float], steps: int) -> dict[str, Any]:
+    """A loop of the script's own that takes two rounds a step: samples by rank and round, and the changes."""
+    rank = dist.get_rank(group)
+    sampler = UnevenBatchSampler(BATCH * 2 * steps, [BATCH // 2] * 2, rank)
+    ddp = DistributedDataParallel(net(), process_group=group)
+    balance = Rebalancer(sampler, weighted_hook(ddp, sampler))
+    balance.timer = TimerOfTwo(pace(speeds[rank], False))  # type: ignore[assignment]
+    seen: list[list[int]] = []
+    for number, rows in enumerate(sampler, 1):
+        inputs = torch.tensor(rows)[:, None].float().expand(-1, 8).to(DEVICE) / len(sampler)
+        seen.append(rows)
+        if number % 2:
+            with ddp.no_sync():
+                (square(ddp, inputs, inputs[:, :4]) / 2).backward()
+        else:
+            (square(ddp, inputs, inputs[:, :4]) / 2).backward()
+            balance.step()
+    return {"seen": seen, "split": sampler.split, "changes": len(balance.history), "trained": sampler.trained}

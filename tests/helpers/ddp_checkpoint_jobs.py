@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyps.torch
+from pyps.errors import InputError
 from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
 
+SPLIT_OF_FOUR = [3, 1]
 LENGTH = 46  # of the data set: the last round of an epoch is short
 DRAWS = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(LENGTH, 6, generator=DRAWS).to(DEVICE)
@@ -130,3 +132,43 @@ def save_where_something_else_fails(group: dist.ProcessGroup, folder: Path) -> s
     dist.all_reduce(count, group=group)
     assert float(count) == dist.get_world_size(group)
     return said
+
+
+def tied(group: dist.ProcessGroup, folder: Path) -> bool:
+    """Whether two layers with one weight, and its optimizer, come back as they were."""
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    weighted_hook(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    pyps.torch.save(folder, model, optimizer, step=1, group=group)
+    before = layers[0].weight.detach().clone()
+    with torch.no_grad():
+        layers[0].weight.zero_()
+    pyps.torch.load(folder, model, optimizer, group=group)
+    return torch.equal(layers[1].weight, before) and layers[0].weight is layers[1].weight
+
+
+def saved_after(group: dist.ProcessGroup, folder: Path, counted: str, workers: int) -> tuple[int, int] | str:
+    """The samples that were trained, and those of the checkpoint, in mid-epoch; or what refused it.
+
+    counted: by the "hook", by a "Rebalancer", or by nothing.
+    """
+    sampler = UnevenBatchSampler(LENGTH, SPLIT_OF_FOUR, dist.get_rank(group))
+    model = DistributedDataParallel(nn.Linear(6, 3).to(DEVICE), process_group=group)
+    hook = weighted_hook(model, sampler if counted == "hook" else None)
+    balance = Rebalancer(sampler, hook) if counted == "Rebalancer" else None
+    for number, rows in enumerate(DataLoader(range(LENGTH), batch_sampler=sampler, num_workers=workers), 1):
+        model(INPUTS[rows]).sum().backward()
+        if number == 3:
+            try:
+                pyps.torch.save(folder, model, None, sampler, step=1, group=group)
+            except InputError as error:
+                return str(error)
+            state = torch.tensor(sampler.state_dict(sampler.trained)["position"])
+            return number * sum(SPLIT_OF_FOUR), int(state)
+        if balance is not None:
+            balance.step()
+    return "no third round"

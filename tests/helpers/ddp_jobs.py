@@ -75,13 +75,15 @@ def mine(batches: list[int], group: dist.ProcessGroup) -> slice:
     return slice(sum(batches[:rank]), sum(batches[: rank + 1]))
 
 
-def backward(ddp: Any, loss: Callable[..., torch.Tensor], batch: Any, parts: int = 1) -> None:
+def backward(ddp: Any, loss: Callable[..., torch.Tensor], batch: Any, parts: int, hook: Any) -> None:
     """The gradient of a mean over a batch, in `parts` micro-batches of which the last one reduces."""
     count = len(batch[0])
     for number, (low, high) in enumerate(micro_batches(0, count, parts)):
         last = number == parts - 1
         with nullcontext() if last else ddp.no_sync():
-            (loss(ddp, *(x[low:high] for x in batch)) * ((high - low) / count)).backward()
+            found = loss(ddp, *(x[low:high] for x in batch))
+            share = (high - low) / count if hook is None else hook.share(high - low, count)
+            (found * share).backward()
 
 
 def square(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ def gradient_errors(
     alone = net()
     weighted = DistributedDataParallel(copy.deepcopy(alone), process_group=group, **(ddp_options or {}))
     plain = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
-    weighted_hook(weighted, **options)
+    hook = weighted_hook(weighted, **options)
     trained: Any = torch.compile(weighted, backend=backend) if backend else weighted
     part = parts[dist.get_rank(group)] if parts else 1
     longer = [batch + 7 * k + 3 for k, batch in enumerate(batches)]
@@ -112,12 +114,13 @@ def gradient_errors(
         whole = numbers(number, sum(split))
         own = tuple(x[mine(split, group)] for x in whole)
         right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
-        for model, run, into in ((weighted, trained, errors[0]), (plain, plain, errors[1])):
+        both = (weighted, trained, hook, errors[0]), (plain, plain, None, errors[1])
+        for model, run, shares, into in both:
             model.zero_grad()
             if part == 1:
                 square(run, *own).backward()
             else:
-                backward(run, square, own, min(part, len(own[0])))
+                backward(run, square, own, min(part, len(own[0])), shares)
             into.append(off(flat(p.grad for p in model.parameters()), right))
     return errors
 

@@ -29,8 +29,8 @@ from pyps.torch import (
     check_gradient,
     weighted_hook,
 )
+from pyps.torch.rebalance import ComputeTimer
 from pyps.torch.schedule import micro_batches
-from pyps.torch.timer import ComputeTimer
 
 LENGTH = 46  # of the data set of the runs that stop and go on: the last round of an epoch is short
 
@@ -201,21 +201,8 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     said.append(said_by(lambda: weighted_hook(sharded(net(), mesh), wire="int8")))
     said.append(said_by(lambda: list(hook.accumulate(batch, 0))))
     said.append(said_by(lambda: list(hook.rounds([]))))
-    mute = fully_shard(Mute(), mesh=mesh)
-    weighted_hook(mute)
-    said.append(said_by(lambda: mute(batch[0])))
     said.append(said_by(lambda: GradientNoise(model)))
     return said
-
-
-class Mute(nn.Linear):
-    """Says nothing that a gradient could flow back into."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs).detach()
 
 
 def train(

@@ -17,6 +17,10 @@ import psutil
 MARK = "PYPS_TEST_LANE"  # in the environment of each process that the tests start
 SHARED = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # end when this process ends
 TMPFS = "/dev/shm"
+TORCHS = (
+    "torchelastic_",
+    "torchinductor_",
+)  # its own folders for logs and compiled code, which it never removes
 GRACE_SECONDS = 10.0  # a process that was killed or let go may take a moment to end
 
 
@@ -31,13 +35,16 @@ def nothing_left() -> Iterator[None]:
     get_temp_dir()  # multiprocessing's own, which it removes later than this
     files = Path(tempfile.mkdtemp(prefix="pyps-tests-"))
     segments = Path(tempfile.mkdtemp(prefix="test-pyps-", dir=TMPFS if os.path.isdir(TMPFS) else None))
+    before = tempfile.tempdir, os.environ.get("TMPDIR", usual)
     tempfile.tempdir = os.environ["TMPDIR"] = str(files)
     os.environ["PYPS_SHM_DIR"] = str(segments)
     try:
         yield
         _, alive = psutil.wait_procs(started(mark), GRACE_SECONDS)
-        left = [*map(describe, alive), *os.listdir(segments), *os.listdir(files)]
+        made = [name for name in os.listdir(files) if not name.startswith(TORCHS)]
+        left = [*map(describe, alive), *os.listdir(segments), *made]
     finally:
+        tempfile.tempdir, os.environ["TMPDIR"] = before
         shutil.rmtree(files, ignore_errors=True)
         shutil.rmtree(segments, ignore_errors=True)
     assert not left, "left behind by the tests of this lane: " + ", ".join(sorted(left))

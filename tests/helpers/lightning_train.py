@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -136,8 +137,11 @@ def main() -> None:
     by_hand = train_with_fabric([50, 22], epochs=4)
     stopped = train_with_fabric([50, 22], epochs=4, save_at=7)  # in the third epoch, after a change
     went_on = train_with_fabric([50, 22], epochs=4, resume=True)
+    file = Path(os.environ["FOLDER"], f"step={SAVED}.ckpt")
+    planted = [checks.planted_runs(file, lambda: train(resume=True))]
     if trainer.global_rank == 0:
         report = {
+            "planted": planted,
             "errors": found.errors,
             "rates": found.rates,
             "rounds": found.rounds,

@@ -12,8 +12,9 @@ from pyps.native.values import Claim, Hyper, PushResult
 from pyps.remote import create_store
 from pyps.remote.server import Server
 from pyps.shards.sharded import ShardedBackend
+from pyps.shards.verbs import CommitHeader
 from pyps.store import Store
-from pyps.store.request import push_request
+from pyps.store.staging import push_request
 
 ONE = Hyper(lr=1.0)
 CHUNK = 1024
@@ -67,12 +68,11 @@ def backend(store: Store) -> ShardedBackend:
     return store.backend
 
 
-def stage_parts(store: Store, value: float) -> tuple[int, Any]:
+def stage_parts(store: Store, value: float) -> CommitHeader:
     """The first half of a push: every server has its part. What the second half needs."""
     calls = backend(store)
     claim, staging = store.start(), store.stage()
     staging.flat[:] = value
     seq = next(calls._numbers)
     header, parts, _ = calls._sent(push_request(staging, claim.count, ONE, groups=store.layout.groups))
-    calls._stage(seq, header, calls._post_parts(seq, header, parts))
-    return seq, header
+    return CommitHeader(seq, header, calls._stage(seq, header, calls._post_parts(seq, header, parts)))

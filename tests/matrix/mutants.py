@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "a simulated worker whose plan gives it one step under way has two",
         "pyps/simulate/scenario.py",
-        "depths = {w.name: _pipeline_depth(plan, w) for w in plan.workers}",
-        "depths = {w.name: max(2, _pipeline_depth(plan, w)) for w in plan.workers}",
+        "depth=_pipeline_depth(plan, planned),",
+        "depth=max(2, _pipeline_depth(plan, planned)),",
     ),
     Mutant(
         "local steps in a pipeline begin without the worker's last ones",

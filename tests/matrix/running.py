@@ -35,7 +35,7 @@ from pyps.store.policies import Policy
 
 SPLITS = ((2, 4, 2), (4, 4, 0))  # that a rebalanced cell changes to; in the second one rank rests
 SERVERS = {"link": 1, "shards": 2}
-CLIENT_TIMEOUT_SECONDS = 1.0
+CLIENT_TIMEOUT_SECONDS = 2.0
 FREE_SECONDS = 0.001  # a step of a run that follows no simulation takes this times the rank's number plus 1
 ATTACH_SECONDS = 20.0
 CHANGE_SAMPLES = (SAMPLES // 4, SAMPLES // 2)  # trained when a rebalanced cell changes its split

@@ -71,7 +71,7 @@ def test_opentelemetry_gauges() -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-    from pyps.metrics.otel import OpenTelemetrySink
+    from pyps.metrics.sink import OpenTelemetrySink
 
     reader = InMemoryMetricReader()
     with OpenTelemetrySink(reader=reader) as sink:

@@ -151,7 +151,6 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
     [
         (ASP(), lambda tau: 1.0),
         (DCASGD(), lambda tau: 1.0),
-        (DynSGD(), lambda tau: 4 / (tau + 1)),
         (DynSGD(scaling="none"), lambda tau: 1 / (tau + 1)),
     ],
     ids=lambda value: str(value) if isinstance(value, Policy) else "",
@@ -168,6 +167,19 @@ def test_asynchronous_policies_take_every_push_at_once(
     assert drive.version == len(drive.pushes)
     for _, staleness, found in drive.pushes:
         assert found == pytest.approx(scale(staleness))
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=orders)
+def test_dynsgd_divides_by_the_mean_of_its_weights(order: list[int]) -> None:
+    drive, batches = Drive(DynSGD(), [5, 3, 2, 7]), [5, 3, 2, 7]
+    for k in order:
+        drive.turn(k)
+    weights = samples = 0.0
+    for k, staleness, found in drive.pushes:
+        weights = weights * (1 - 1 / 40) + batches[k] / (staleness + 1)
+        samples = samples * (1 - 1 / 40) + batches[k]
+        assert found == pytest.approx(samples / weights / (staleness + 1))
 
 
 # SSP, DSSP.

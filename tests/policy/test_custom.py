@@ -20,7 +20,7 @@ from run_tools import make_plan
 
 from pyps.errors import InputError, TimedOut, UnknownPolicy
 from pyps.formats import write_json
-from pyps.native import custom
+from pyps.native import core
 from pyps.native.values import Hyper, PolicyContext
 from pyps.simulate import Logistic, Scenario, SimWorker, simulate
 from pyps.store import Store
@@ -98,7 +98,7 @@ def test_it_decides_in_stores(shm: Path) -> None:
 
 def test_who_does_not_know_it_may_look_but_not_join(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.create("own", {"w": np.zeros(10)}, batches=[1], policy=Halving(most=9)):
-        monkeypatch.setattr(custom, "_known", {})
+        monkeypatch.setattr(core, "_known", {})
         with Store.open("own") as other:
             assert other.status().version == 0
             other.join(role="observer")

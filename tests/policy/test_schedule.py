@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.errors import InputError, InvalidArgument
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.native.core import Core
 from pyps.native.status import MemberState
 from pyps.native.values import Config, EventKind, Hyper, Optimizer

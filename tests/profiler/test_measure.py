@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from pyps.errors import InputError
 from pyps.profiler import profile_model
-from pyps.profiler.fit import point_seconds
-from pyps.profiler.lines import memory_model
-from pyps.profiler.measure import LADDER_MAX, climb, ladder, time_in_rounds
-from pyps.profiler.stepper import OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
+from pyps.profiler.budget import Budget
+from pyps.profiler.fit import memory_model, point_seconds
+from pyps.profiler.measure import LADDER_MAX, affordable, climb, ladder, settle, time_in_rounds, time_parts
+from pyps.profiler.stepper import PARTS, OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp
 
@@ -137,15 +137,13 @@ def test_fewer_than_two_sizes_are_refused() -> None:
 
 def test_rounds_are_interleaved_and_keep_every_second() -> None:
     device = ArithmeticDevice(10**9)
-    calls: list[tuple[int, int]] = []
-    seconds = time_in_rounds(device, [1, 4, 16], 5, lambda done, total: calls.append((done, total)))
+    seconds = time_in_rounds(device, [1, 4, 16], 5)
     warm, kept = device.timed[::2], device.timed[1::2]
     assert warm == kept, "a step of the same size before each that counts"
     rounds = [kept[k : k + 3] for k in range(0, 15, 3)]
     assert all(sorted(r) == [1, 4, 16] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
     assert {b: len(s) for b, s in seconds.items()} == {1: 5, 4: 5, 16: 5}
-    assert calls[-1] == (15, 15)
 
 
 @settings(derandomize=True, deadline=None)
@@ -327,3 +325,58 @@ def test_a_gpus_steps_with_options(options: StepOptions) -> None:
     profile = profile_model("digits_mlp", device="cuda:0", batches=[8, 64], repeats=3, options=options)
     assert [p.batch for p in profile.points] == [8, 64]
     assert profile.memory is None or profile.memory.fixed_bytes > 0
+
+
+class TimedDevice(ArithmeticDevice):
+    """A step of b samples takes b seconds of a clock of its own, times how busy the machine is."""
+
+    def __init__(self, busy: float = 1.0) -> None:
+        super().__init__(10**9)
+        self.now, self.busy = 0.0, busy
+
+    def step(self, data: Any) -> None:
+        super().step(data)
+        self.now += data * self.busy
+
+    def parts(self, batch: int) -> dict[str, float]:
+        self.step(batch)
+        return dict.fromkeys(PARTS, 1.0)
+
+    def measure(self, seconds: float, sizes: list[int], repeats: int = 7) -> tuple[Budget, dict[int, Any]]:
+        """As profile_model does: the budget at its end, and what was timed."""
+        told: list[tuple[float, float]] = []
+        budget = Budget(seconds, lambda: self.now, lambda gone, most: told.append((gone, most)))
+        probes = affordable(climb(self, sizes, 1e9, lambda _: None, budget), budget)
+        costs = {p.batch: p.wall_seconds for p in probes}
+        settle(self, [*costs][len(costs) // 2], lambda _: None, budget)
+        found = time_in_rounds(self, [*costs], repeats, budget, costs)
+        for batch in found:
+            time_parts(self, batch, budget, costs[batch] / 2)
+        self.told = told
+        return budget, found
+
+
+@pytest.mark.parametrize("busy", [1.0, 4.0, 30.0])
+@pytest.mark.parametrize("seconds", [100.0, 400.0, 3000.0])
+def test_a_budget_of_time_is_kept(busy: float, seconds: float) -> None:
+    """By a machine that is busy, and under a throttle; but for two sizes, which are timed in any case."""
+    device = TimedDevice(busy)
+    budget, found = device.measure(seconds, [1, 2, 4, 8, 16])
+    least = 2 * (1 + 2) * busy  # two sizes climb; they settle, and are timed once
+    assert device.now <= max(seconds, 2 * least + 8 * 2 * busy)
+    assert len(found) >= 2
+    assert all(found.values())
+    short = len(found) < 5 or any(len(times) < 7 for times in found.values())
+    assert short <= bool(budget.left_out)
+    assert all(gone <= most for gone, most in device.told)
+    assert all(most <= max(seconds, gone) for gone, most in device.told)
+
+
+def test_what_a_budget_leaves_out_is_named() -> None:
+    device = TimedDevice()
+    budget, found = device.measure(60.0, [1, 2, 4, 8, 16, 32])
+    assert sorted(found) == [1, 2, 4]
+    assert budget.left_out[0] == "batches 8, 16, 32"
+    ample, everything = TimedDevice().measure(1e5, [1, 2, 4, 8, 16, 32])
+    assert sorted(everything) == [1, 2, 4, 8, 16, 32]
+    assert ample.left_out == []

@@ -72,7 +72,7 @@ def test_refuses_with_file_and_line(tmp_path: Path, text: str | bytes, message: 
 
 def test_refuses_what_is_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.csv", tmp_path):
-        with pytest.raises(InputError, match="expected a readable CSV file"):
+        with pytest.raises(InputError, match="expected a readable file"):
             import_points(path)
     with pytest.raises(InputError, match="max_batch: found 0"):
         import_points(write(tmp_path, "batch,seconds\n1,1\n2,2\n"), max_batch=0)

@@ -142,6 +142,27 @@ def test_the_band_holds_the_truth_as_often_as_it_says() -> None:
     assert inside / (20 * len(LADDER)) > 0.75
 
 
+def test_the_band_holds_batches_between_the_measured_ones() -> None:
+    """Of waves, tiles and cliffs, by 5 and 9 batches, each measured once."""
+    inside: list[bool] = []
+    for seed in range(10):
+        luck, b = np.random.default_rng(seed), np.arange(1, 257)
+        for truth in (b + 20 * np.sin(b / 30), 16 * np.ceil(b / 16), b * np.where(b > 100, 1.4, 1.0)):
+            seconds = 0.001 * (40 + truth)
+            for count in (5, 9):
+                at = np.unique(np.geomspace(8, 256, count).round().astype(int))
+                times = seconds[at - 1] * np.exp(0.03 * luck.standard_normal(len(at)))
+                fit = select_fit(
+                    [Point(batch=int(x), seconds=float(t)) for x, t in zip(at, times, strict=True)]
+                )
+                assert fit.band is not None
+                first, _, high = fit.band[0]
+                off = high / predict_seconds(fit, first)
+                between = [int(x) for x in b[8:] if x not in at]
+                inside += [1 / off <= seconds[x - 1] / predict_seconds(fit, x) <= off for x in between]
+    assert 0.85 < np.mean(inside) < 0.97
+
+
 def test_a_band_is_the_same_every_time() -> None:
     measured = points({b: 0.01 + 0.002 * b for b in LADDER}, noise=0.05)
     assert select_fit(measured) == select_fit(measured)

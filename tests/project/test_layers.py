@@ -164,7 +164,6 @@ def test_native_alone_imports_the_extension() -> None:
         "",
         ".core",
         ".create",
-        ".custom",
         ".interrupt",
         ".local",
         ".state",

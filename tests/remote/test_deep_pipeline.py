@@ -17,7 +17,6 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 from pyps.formats.records import Span, StepRecord, read_run
 from pyps.native.transfer import spans_of
 from pyps.native.values import Flat, PushResult
-from pyps.remote.framing import ReplyBuffers
 from pyps.remote.server import Server
 from pyps.store.codec import Residual
 from pyps.worker.loop import join
@@ -111,17 +110,6 @@ def test_what_was_admitted_and_the_residual_are_the_sum_of_what_was_given(
                 sent += code
     left, _ = residual.begin()
     np.testing.assert_allclose(sent + (0 if left is None else left), given_, atol=1e-4)
-
-
-def test_memory_of_a_reply_is_used_again_once_the_client_has_it() -> None:
-    buffers = ReplyBuffers()
-    arrays = []
-    for seq, received in ((1, 0), (2, 0), (3, 1), (4, 3)):
-        buffers.begin(seq, received)
-        arrays.append(buffers.take(np.float32, 5))
-    assert arrays[1] is not arrays[0], "the first reply may be asked for again"
-    assert arrays[2] is arrays[0]
-    assert arrays[3] is arrays[0] or arrays[3] is arrays[1]
 
 
 @pytest.mark.parametrize(

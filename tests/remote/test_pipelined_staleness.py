@@ -19,14 +19,15 @@ from pyps.native.values import Flat, Hyper, PushRequest, PushResult
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.store import Store
-from pyps.store.policies import R2SP, Policy, Softsync
+from pyps.store.policies import R2SP, Policy, SaPS, Softsync
 from pyps.worker.loop import Worker, join
 
 STEPS = 8  # of each worker
 LINK_SECONDS = 0.5  # that a pull takes
 ROUNDS = ("bsp", "backup", "hps")  # a worker waits for the other within a push: here it trains alone
-IN_TURN: dict[str, Policy] = {  # none waits for the other, however slow the machine is
+IN_TURN: dict[str, Policy] = {  # none waits for the other, nor weighs by times, however slow the machine is
     "r2sp": R2SP(slack=0.0, patience=1e6),
+    "saps": SaPS(threshold="fixed", bound=1, late="weigh"),  # measured times are new each time
     "softsync": Softsync(n=2),
 }
 CASES = [(name, False) for name in Policy.known] + [

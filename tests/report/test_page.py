@@ -20,8 +20,7 @@ from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import RecordWriter, Span, StepRecord, record_path
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
-from pyps.report.findings import bottleneck
-from pyps.report.page import make_page
+from pyps.report.page import bottleneck, make_page
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.run_data import load_run
 

@@ -154,7 +154,7 @@ def test_a_stalled_run_says_who_waits_for_whom() -> None:
     [
         ((COMPUTES, WAITS), "rank 0 (slow) has been computing for 13.2 s; rank 1 waits for the round"),
         ((member(0, state=MemberState.DEAD), WAITS), "rank 0 (slow) is dead; rank 1 waits for the round"),
-        ((WAITS,), "rank 0 (slow) has not joined; rank 1 waits for the round"),
+        ((WAITS,), "rank 0 (slow) is away: it has left or died; rank 1 waits for the round"),
         (
             (member(0, waits_for=WaitKind.TURN), member(1, state=MemberState.FENCED)),
             "rank 1 (fast) is fenced; rank 0 waits for its turn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from test_page import CLOCK, make_run, setup_of, steps
 
 from pyps.errors import InputError
+from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import StepRecord
-from pyps.report.clocks import HostLog, offset
-from pyps.report.run_data import load_run
+from pyps.report.page import bottleneck, findings
+from pyps.report.run_data import HostLog, load_run, offset
 
 
 def shifted(records: list[StepRecord], seconds: float) -> list[StepRecord]:
@@ -98,3 +100,55 @@ def test_a_host_without_a_report_leaves_the_run_unfinished(tmp_path: Path) -> No
     b = make_run(tmp_path / "b", of_rank(1, records), setup_of((1,)))
     (b / "report.json").unlink()
     assert load_run([a, b]).report.outcome == "unfinished"
+
+
+RECORDED = Path(__file__).parent / "killed_resumed_killed"
+
+
+def test_every_sentence_about_a_killed_resumed_killed_run_is_true() -> None:
+    """Recorded: a run is killed after 3.4 s of training, goes on 15 s later, loses a worker, and is killed.
+
+    Each figure here was read from the records and events by hand.
+    """
+    run = load_run([RECORDED])
+    report = run.report
+    assert (report.outcome, report.error) == ("unfinished", "it still trains, or its launcher was killed")
+    assert list(findings(run)) == [
+        "Rank 1 (device-1) was absent for 5.3 s while others trained; it died: killed by SIGKILL.",
+        "2 of 62 rounds had fewer samples than the global batch of 8.",
+        "Rank 1 (device-1) computes 201.3 ms a step, where the plan has 100.0 ms: profile it again as it "
+        "trains here: same model, precision and CPU threads, and no other work.",
+        "Rebalanced: rank 1 is away: [5, 3] -> [8, 0].",
+        "Rebalanced: all ranks are back: [8, 0] -> [5, 3].",
+    ]
+    assert bottleneck(run) == "Compute limits it: 98% of the ranks' time."
+    assert (report.resumed_at, report.restarts, report.versions) == ([15], 1, 62)
+    assert [(r.steps, r.samples, round(r.absent_seconds, 1)) for r in report.ranks] == [
+        (62, 344, 0.0),
+        (48, 144, 5.3),
+    ]
+    ends = {part: max(r.spans[-1][2] for r in run.records if r.pid in pids) for part, pids in PIDS.items()}
+    begins = {
+        part: min(b for r in run.records if r.pid in pids for kind, b, _ in r.spans if kind == "compute")
+        for part, pids in PIDS.items()
+    }
+    parts = sum(ends[part] - begins[part] for part in PIDS)
+    assert report.training_seconds == pytest.approx(parts)
+    started, resumed = (
+        next(e.monotonic_seconds for e in run.events if e.kind == kind) for kind in ("started", "resumed")
+    )
+    last = max(ends[1], *(e.monotonic_seconds for e in run.events if e.monotonic_seconds < resumed))
+    assert report.wall_seconds == pytest.approx(last - started + ends[2] - resumed)
+    assert max(p.seconds for p in report.loss) == pytest.approx(ends[2] - begins[1])
+
+
+PIDS = {1: (14771, 14772), 2: (15895, 15896, 16192)}
+
+
+def test_a_report_of_an_earlier_part_is_not_that_of_the_run(tmp_path: Path) -> None:
+    """It ended by a signal; then it was resumed, and killed."""
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    old = msgspec.structs.replace(load_run([folder]).report, outcome="interrupted", resumed_at=[])
+    write_json(folder / "report.json", old)
+    assert load_run([folder]).report.outcome == "unfinished"

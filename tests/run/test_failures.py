@@ -28,8 +28,7 @@ from pyps.formats.events import read_events
 from pyps.report.report import read_report
 from pyps.run import RunOptions, run
 from pyps.run.launcher import TrainingFailed
-from pyps.run.process import WorkerProcess, end_processes, last_error
-from pyps.run.restarts import STARTUP_BACKOFF_SECONDS, Restarts
+from pyps.run.process import STARTUP_BACKOFF_SECONDS, Restarts, WorkerProcess, end_processes, last_error
 
 # Under a policy that does not wait, rank 0 alone could use up the samples.
 WAITS_FOR_THE_KILL = """
@@ -166,7 +165,7 @@ def test_a_script_that_fails_on_all_ranks_is_not_tried_again(
     shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names its line."""
-    monkeypatch.setattr("pyps.run.restarts.STARTUP_BACKOFF_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("pyps.run.process.STARTUP_BACKOFF_SECONDS", PATIENCE_SECONDS)
     path = script(tmp_path, "{}['label']")
     line = 1 + path.read_text().splitlines().index("        {}['label']")
     words = f"exit code 1 at train.py:{line}, as all ranks did before their first step: KeyError: 'label'"

@@ -15,7 +15,7 @@ from run_tools import make_record, make_setup
 from pyps.errors import InputError
 from pyps.formats.events import EventLog
 from pyps.formats.records import RecordWriter, append_whole, read_run, record_path
-from pyps.report.report import StoreTotals
+from pyps.report.report import StoreTotals, read_report
 from pyps.run import main
 from pyps.run.launcher import Launcher, TrainingFailed
 
@@ -87,10 +87,22 @@ def test_a_report_that_does_not_fit_hides_no_failure(
         raise InputError(str(path), "", "No space left on device", "a place to write to")
 
     monkeypatch.setattr(main, "write_json", full)
-    spec = type("Spec", (), {"run_dir": tmp_path, "setup": make_setup({0: 4})})
+    spec = type("Spec", (), {"run_dir": tmp_path, "setup": make_setup({0: 4}), "store": "model"})
     with EventLog(tmp_path / "run.jsonl") as log, pytest.raises(TrainingFailed) as raised:
         main.launch(EndsWith(cast(Any, spec), log, error))
     said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
     assert raised.value.exit_code == 1
     assert any("trace.json: found No space left on device" in line for line in said)
     assert error is None or raised.value is error
+
+
+def test_a_run_on_a_store_that_is_used_up_fails(tmp_path: Path) -> None:
+    """Not in silence: no process failed, but nothing was trained."""
+    served = {"run_dir": tmp_path, "setup": make_setup({0: 4}), "store": "tcp://127.0.0.1:7077/model"}
+    spec = type("Spec", (), served)
+    with EventLog(tmp_path / "run.jsonl") as log:
+        launcher = EndsWith(cast(Any, spec), log, None)
+        launcher.totals = StoreTotals(versions=300)
+        with pytest.raises(TrainingFailed, match="used up before"):
+            main.launch(launcher)
+    assert read_report(tmp_path / "report.json").outcome == "failed"

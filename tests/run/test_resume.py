@@ -35,9 +35,9 @@ from pyps.formats.records import RecordWriter, drop_undone, read_run
 from pyps.native.status import Status
 from pyps.run import run
 from pyps.run.checkpoints import Checkpointer
-from pyps.run.interval import Interval, interval_of
 from pyps.run.launcher import TrainingFailed
-from pyps.run.options import RunOptions, options_from_json, options_to_json
+from pyps.run.main import run_prepared
+from pyps.run.options import Interval, RunOptions, interval_of, options_from_json, options_to_json
 from pyps.run.ranks import with_split
 from pyps.run.resume import continue_folder
 from pyps.run.spec import prepare, write_setup
@@ -247,12 +247,15 @@ def test_a_line_that_was_cut_is_not_continued(tmp_path: Path) -> None:
 def test_what_cannot_be_resumed_is_said(shm: Path, plan: Path, tmp_path: Path) -> None:
     path, out = script(tmp_path), tmp_path / "out"
     write_setup(prepare(plan, path, RunOptions(samples=8, run_dir=out)))
-    with pytest.raises(InputError, match="which holds a run; expected a folder without one, or resume"):
+    with pytest.raises(InputError, match="which holds a run; expected a folder without one, or --resume "):
         prepare(plan, path, RunOptions(samples=8, run_dir=out))
     with pytest.raises(InputError, match="which is resumed; one of its checkpoints can begin a new run"):
         prepare(plan, path, RunOptions(samples=8, run_dir=tmp_path / "x", resume=out))
     spec = prepare(None, path, RunOptions(samples=8, resume=out))
     assert (spec.resumed.version, spec.resumed.path, spec.run_dir) == (0, None, out)
+    heard: list[str] = []
+    run_prepared(spec, on_notice=heard.append)
+    assert heard[0] == f"{out} has no checkpoint yet: the run begins again with its first sample"
     with pytest.raises(InputError, match="no checkpoint; expected a run's folder"):
         prepare(plan, path, RunOptions(samples=8, resume=tmp_path))
     with pytest.raises(InputError, match="checkpoint_every: found '5x'"):

@@ -12,7 +12,7 @@ import pytest
 
 import pyps.errors
 from pyps.errors import LinkLost, PypsError, SegmentNotFound
-from pyps.formats.undone import Undone, append_undone, read_undone
+from pyps.formats.events import Undone, append_undone, read_undone
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.store import RunStore
 

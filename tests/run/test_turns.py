@@ -19,8 +19,8 @@ import pyps
 import pyps.remote
 from pyps.errors import InputError
 from pyps.formats import Plan, R2spSchedule, write_json
+from pyps.formats.plan import plan_turns
 from pyps.formats.records import read_run
-from pyps.formats.turns import plan_turns
 from pyps.remote.server import Server
 from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run

@@ -34,7 +34,7 @@ from pyps.shards.shard import MAX_PINS
 from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
 from pyps.store import Store
 from pyps.store.backend import STORE_TIMEOUT
-from pyps.store.request import push_request
+from pyps.store.staging import push_request
 
 
 def lose(server: Server) -> None:
@@ -126,8 +126,9 @@ def test_a_part_that_the_shard_could_not_apply_is_refused_before_the_decision(sh
         request = push_request(staging, claim.count, ONE, groups=1, encoding="bf16")
         header, parts, _ = calls._sent(request)
         wrong = msgspec.structs.replace(header, encoding=Encoding(Codec.BF16, error_feedback=True))
+        seq = next(calls._numbers)
         with pytest.raises(InvalidArgument, match="error_feedback=True"):
-            calls._stage(100, wrong, calls._post_parts(100, wrong, parts))
+            calls._stage(seq, wrong, calls._post_parts(seq, wrong, parts))
         assert push_claimed(store, claim, -1.0).version == 1
         assert only_value(store) == (1.0, 1)
 
@@ -166,10 +167,10 @@ def test_a_transfer_behind_one_that_a_server_did_not_take_fails_too(
         store.join(0)
         calls, stage, failures = backend(store), far._shards.shard.stage, [OutOfSpace("stage", "no room")]
 
-        def refuses(*arguments: Any) -> None:
+        def refuses(*arguments: Any) -> Any:
             if failures:
                 raise failures.pop()
-            stage(*arguments)
+            return stage(*arguments)
 
         monkeypatch.setattr(far._shards.shard, "stage", refuses)
         claims = store.start(), calls.start_ahead()
@@ -263,13 +264,13 @@ def test_a_part_that_comes_after_its_client_has_left_is_not_kept(shm: Path) -> N
             late._client, late_client = client, late._client
             for held in range(2):  # it comes after the end; the end comes while it is written
                 if held:
-                    shard._live.add(client)
+                    shard._live[client] = shard._live[late_client]
                     shard._check_finite = lambda *_: shard._end(client)  # type: ignore[method-assign]
                 with pytest.raises(Fenced, match="this client has left"):
                     late._stage(100, header, late._post_parts(100, header, parts))
             late._client = late_client
         with pytest.raises(TimedOut):
-            shard._wait("push", time.monotonic(), lambda: shard._may_stage(1 << 60))
+            shard._wait("push", time.monotonic(), lambda: shard._may_stage(bytes(16), 1 << 60))
         for server in servers:
             assert server._shards.shard._staged.tags() == []
 

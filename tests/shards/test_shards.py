@@ -42,13 +42,13 @@ from pyps.errors import (
     ShardLost,
     StoreError,
 )
-from pyps.formats.undone import Undone, read_undone
+from pyps.formats.events import Undone, read_undone
 from pyps.native.state import StoreState
 from pyps.native.values import Hyper, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
-from pyps.shards.verbs import COMMIT, CommitHeader
+from pyps.shards.verbs import COMMIT
 from pyps.store import Store
 from pyps.store.codec import fed_back
 from pyps.store.policies import policy_named
@@ -248,13 +248,13 @@ import sys
 address, helpers = sys.argv[1:]
 sys.path.insert(0, helpers)
 from pyps.remote import open_store
-from pyps.shards.verbs import COMMIT, CommitHeader
+from pyps.shards.verbs import COMMIT
 from shard_tools import backend, stage_parts
 stores = [open_store(address) for _ in range(2)]
 for rank, store in enumerate(stores, 1):
     store.join(rank)
-(_, _), (seq, header) = [stage_parts(store, -5.0) for store in stores]
-backend(stores[1]).client.post(COMMIT(CommitHeader(seq, header)))
+_, commit = [stage_parts(store, -5.0) for store in stores]
+backend(stores[1]).client.post(COMMIT(commit))
 print("staged", flush=True)
 sys.stdin.read()
 """
@@ -425,9 +425,9 @@ def test_a_server_killed_after_the_decision_loses_no_part_of_it(pair: tuple[Serv
             push(store)
             value, version = value + 1.0, version + 1
             assert only_value(store) == (value, version)
-            seq, header = stage_parts(store, -5.0)
+            commit = stage_parts(store, -5.0)
             far.process.send_signal(signal.SIGSTOP)
-            backend(store).client.call(COMMIT(CommitHeader(seq, header)))
+            backend(store).client.call(COMMIT(commit))
             value, version = value + 5.0, version + 1
             dies.end(signal.SIGKILL)
             far.process.send_signal(signal.SIGCONT)

@@ -61,6 +61,39 @@ def test_look_ahead_bears_rates_that_a_delay_does_not() -> None:
         )
 
 
+SGD_KINDS = {
+    "sgd": Hyper(lr=0.5),
+    "momentum": Hyper(lr=0.2, momentum=0.9),
+    "nesterov": Hyper(lr=0.2, momentum=0.75, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("kind", SGD_KINDS)
+def test_a_pipeline_of_rounds_does_not_matter_where_gradients_are_alike(kind: str, depth: int) -> None:
+    """A worker knows its own gradients under way, and the others' are the same here."""
+    far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.5 * depth - 0.7) for k in range(4)))
+    options = {"objective": Quadratic(), "lr": SGD_KINDS[kind], "iterations": 40}
+    optimizer = "sgd" if kind == "sgd" else "momentum"
+    serial, piped = (
+        simulate(far, "hps", optimizer=optimizer, pipeline=steps, **options)  # type: ignore[arg-type]
+        for steps in (1, depth)
+    )
+    assert max(piped.staleness) == depth - 1
+    np.testing.assert_allclose([loss for *_, loss in piped.curve], [loss for *_, loss in serial.curve])
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_adam_goes_on_along_its_mean_in_a_pipeline(depth: int) -> None:
+    far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.5 * depth - 0.7) for k in range(4)))
+    options = {"objective": Quadratic(), "lr": Hyper(lr=0.05), "iterations": 60, "optimizer": "adamw"}
+    ends = [
+        simulate(far, policy, pipeline=depth, **options).loss  # type: ignore[arg-type]
+        for policy in ("hps", "hps:lookahead=false")
+    ]
+    assert ends[0] < 0.5 * ends[1]
+
+
 def test_whole_steps_diverge_where_parts_do_not() -> None:
     hyper = Hyper(lr=0.1, momentum=0.9)
     assert loss("asp", hyper, "momentum", 200) < 1e-3
@@ -74,3 +107,17 @@ def test_a_simulation_leaves_the_start_of_a_torch_objective() -> None:
     start = objective.start()
     simulate(EIGHT, "asp", iterations=2, objective=objective, lr=0.1)
     np.testing.assert_array_equal(objective.start(), start)
+
+
+@pytest.mark.parametrize("policy", ["saps", "saps:noise=4", "dynsgd", "asp"])
+def test_weights_leave_the_rate_as_it_is_on_unlike_workers(policy: str) -> None:
+    """Equal batches, four workers ten times as fast as the others: with as many samples about as far as bsp,
+    but for the first steps, when times are not known. Weights as they are leave three times its loss.
+    """
+    times = [1.0] * 4 + [10.0] * 28
+    unlike = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _, t=t: t) for k, t in enumerate(times)))  # type: ignore[misc]
+    lost = {}
+    for name in (policy, "bsp"):
+        result = simulate(unlike, name, iterations=60, objective=Quadratic(), lr=0.05)
+        lost[name] = result.loss
+    assert lost[policy] == pytest.approx(lost["bsp"], rel=0.2)

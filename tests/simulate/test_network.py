@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.simulate.network import LinkClass, Network
+from pyps.simulate.clock import LinkClass, Network
 
 SECOND = 10**9
 

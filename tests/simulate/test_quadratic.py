@@ -10,8 +10,8 @@ import pytest
 from pyps.errors import InputError
 from pyps.formats import Jitter
 from pyps.simulate import Quadratic, Scenario, SimWorker, simulate
-from pyps.simulate.devices import DeviceModel
-from pyps.simulate.quadratic import quadratic_of
+from pyps.simulate.problem import quadratic_of
+from pyps.simulate.scenario import DeviceModel
 
 D = 20
 A = (2 * np.eye(D) - np.eye(D, k=1) - np.eye(D, k=-1)) / 4

@@ -77,7 +77,7 @@ def test_backup_takes_as_long_as_the_slowest_worker_it_waits_for() -> None:
 
 def test_hps_ends_rounds_together() -> None:
     """Batches are large, so that rounding to whole samples hardly matters."""
-    many = PLAIN.with_batches([100 * b for b in BATCHES])
+    many = replace(PLAIN, workers=tuple(replace(w, batch=100 * w.batch) for w in PLAIN.workers))
     result = simulate(many, "hps", iterations=60, timeline=True)
     speed = sum(b / s for b, s in zip(BATCHES, SECONDS, strict=True))
     after_the_first = (result.seconds - 100 * SLOWEST) / 59

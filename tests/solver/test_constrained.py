@@ -15,6 +15,7 @@ from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.constrained import solve_by_milp, solve_constrained
+from pyps.solver.milp.model import NoProof
 from pyps.solver.sync import Sync, SyncKind
 
 TOLERANCE = 2e-6  # of HiGHS, on a scale of about 1
@@ -181,3 +182,19 @@ def test_groups_of_like_workers_agree_with_the_exact_solver(seed: int) -> None:
     price = luck.choice([0.5, 1.0, 3.0], 3)[like]
     roomy = ConstrainedProblem(problem, sync, (Limit("price_per_hour", price, float(price.sum())),))
     assert solve_constrained(roomy).iteration_seconds == pytest.approx(exact.iteration_seconds, rel=TOLERANCE)
+
+
+def test_a_search_that_takes_too_long_says_what_it_found_and_what_is_possible() -> None:
+    """24 unlike workers in six racks, within a price."""
+    luck, n = np.random.default_rng(0), 24
+    costs = Costs.lines(luck.uniform(0.05, 0.4, n), luck.uniform(0.02, 0.3, n))
+    problem = Problem.of(costs, 480, batch_multiple=luck.choice([1, 3, 4], n))
+    rack = np.arange(n) // 4
+    links = [Resource(f"rack {k}", rack == k, luck.uniform(0.05, 0.5, n) * (rack == k)) for k in range(6)]
+    price = Limit("price_per_hour", luck.uniform(0.5, 3, n), 0.8 * n)
+    constrained = ConstrainedProblem(problem, Sync.of("none", n), (price,), tuple(links))
+    with pytest.raises(NoProof, match=r"no proof within 2 s; a gap of .* no split is below") as stopped:
+        solve_by_milp(constrained, 2.0)
+    assert stopped.value.best is not None
+    assert stopped.value.bound is not None
+    assert stopped.value.best > stopped.value.bound > 0

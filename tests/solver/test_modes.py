@@ -24,12 +24,11 @@ from pyps.formats import (
 )
 from pyps.formats.mode import CODEC_BITS
 from pyps.formats.options import MAX_DEPTH
-from pyps.solver.constrained import evaluate
+from pyps.solver.constrained import evaluate, even_batches, iteration
 from pyps.solver.links import WIRE_BYTES
 from pyps.solver.milp.checks import agreement
 from pyps.solver.mode import mode_of
-from pyps.solver.pace import iteration
-from pyps.solver.plan import even_batches, make_plan, planning_problem
+from pyps.solver.plan import make_plan, planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.store.policies import Policy, policy_named
 

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.solver import Cost, Line, Table
+from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.device import BalancedDevice
+from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import OnlineCost, refit, stretched
 from pyps.solver.online.window import quicker, settled, tells, undecided
 
@@ -240,3 +243,27 @@ def test_windows_of_three_steps_show_how_much_steps_scatter() -> None:
     for _ in range(30):
         device.observe(64, [0.074 * luck.lognormvariate(0, 0.03) for _ in range(3)])
     assert 0.02 < device.scatter < 0.05
+
+
+def test_steps_that_scatter_widely_move_nothing() -> None:
+    """Half as long to one and a half times as long, at random: no device has changed."""
+    luck = random.Random(5)
+    truth = [Line(0.01, 0.001 * k) for k in (1.0, 1.3, 1.9, 2.5)]
+    split = best_split(400, truth, [1] * 4, [400] * 4)
+    balancer = Balancer([BalancedDevice(cost) for cost in truth], split, Rules())
+    ranks = Ranks({rank: rank for rank in range(4)}, split)
+    for step in range(200):
+        for device, cost, batch in zip(balancer.devices, truth, split, strict=True):
+            device.hear(batch, cost.seconds(batch) * luck.uniform(0.5, 1.5))
+        assert balancer.look(ranks, step, step) is None
+
+
+def test_a_device_that_drifts_is_followed_closely() -> None:
+    """One that slows by 0.2 % a step, whose steps scatter by 2 %: a mean of forty steps lags behind it."""
+    seconds, off = [PROFILE.seconds(40) * (1 + 0.002 * step) for step in range(210)], []
+    for seed in range(5):
+        luck, device = random.Random(seed), OnlineCost(PROFILE)
+        for step in range(0, 210, 7):
+            device.observe(40, [own * luck.lognormvariate(0, 0.02) for own in seconds[step : step + 7]])
+            off.append(abs(device.cost.seconds(40) / seconds[step + 6] - 1))
+    assert mean(off) < 0.011

@@ -65,12 +65,12 @@ def test_the_price_of_samples_follows_from_the_front() -> None:
     assert fastest.price_per_million_samples == pytest.approx(1e6 * per_sample)
 
 
-def test_a_front_may_be_cut_short() -> None:
-    problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 90)
-    assert (
-        len(list(pareto_front(ConstrainedProblem(problem, Sync.of("none", 2)), np.array([2.0, 0.5]), most=2)))
-        == 2
-    )
+def test_a_front_of_many_points_is_whole() -> None:
+    """One of 120 equal workers up to all of them: each is worth its price."""
+    price = np.ones(120)
+    problem = Problem.of(Costs.lines([0.001] * 120, [0.01] * 120), 120_000)
+    points = pareto_front(ConstrainedProblem(problem, Sync.of("none", 120)), price)
+    assert [point.price_per_hour for point in points] == list(range(120, 0, -1))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -13,7 +13,8 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Plan, Point, Profile, WorkerGroup
 from pyps.profiler import predict_seconds
 from pyps.solver.auto_batch import best_global_batch
-from pyps.solver.plan import even_batches, make_plan
+from pyps.solver.constrained import even_batches
+from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks, problem_of
 
 PARAMETERS = 1_000_000

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.simulate.network import LinkClass, Network
-from pyps.solver.links import LinkCost
-from pyps.solver.wire import FairShares
+from pyps.simulate.clock import LinkClass, Network
+from pyps.solver.links import FairShares, LinkCost
 
 BYTES_PER_SECOND = 1e6
 SECOND = 10**9

@@ -177,6 +177,29 @@ def test_others_pull_the_parameters_as_they_are(policy: str) -> None:
         np.testing.assert_array_equal(store.pull()[0], store.pull(strict=True)[0])
 
 
+@pytest.mark.parametrize("case", ["momentum", "nesterov", "adamw", "adam"])
+def test_in_rounds_a_late_workers_pulls_look_ahead(case: str) -> None:
+    """By momentum; Adam's by its mean. A worker that is never late gets the parameters as they are."""
+    kind, hyper = CASES[case]
+    draw = np.random.default_rng(3)
+    w = draw.standard_normal(SIZE)
+    for late in (False, True):
+        state, true = OptimizerState(kind, hyper, SIZE), w
+        with Store.create("rounds", {"w": w}, batches=[4], optimizer=kind, policy="hps") as store:
+            store.join()
+            for count in range(4):
+                store.start()
+                if count == 0 or not late:
+                    store.pull()
+                staging, gradient = store.stage(), draw.standard_normal(SIZE)
+                staging["w"][:] = gradient
+                store.push(staging, 4, hyper)
+                true = state.step(true, gradient, 1.0)
+            expected = state.ahead(true, 3.0, rounds=True) if late else true
+            np.testing.assert_allclose(values(store, store.pull()[0]), expected, rtol=2e-4, atol=2e-4)
+            np.testing.assert_allclose(values(store, store.pull(strict=True)[0]), true, rtol=2e-4, atol=2e-4)
+
+
 def test_one_worker_alone_does_not_look_ahead() -> None:
     """Nothing happens between its pull and its push."""
     kind, hyper = CASES["adamw"]

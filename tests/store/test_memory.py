@@ -55,6 +55,17 @@ def test_a_worker_has_what_it_uses(store: Store, shm: Path) -> None:
     assert blocks(shm) - joined < 1
 
 
+def test_room_for_a_thousand_participants_is_small(shm: Path) -> None:
+    """A view holds all of them, and each may need two views: only those in use have memory."""
+    options: dict[str, Any] = {"batches": [4], "policy": "asp", "max_participants": 1000}
+    with Store.create("memory", {"w": np.zeros(1024, np.float32)}, **options) as made:
+        made.join()
+        for _ in range(100):
+            made.start()
+            made.push(made.stage(), 4, Hyper(lr=1.0))
+        assert blocks(shm) < 64
+
+
 def huge_mib() -> int:
     """MiB of this process's shared memory that are mapped as huge pages."""
     found = re.search(

@@ -13,7 +13,7 @@ import pytest
 from pyps.errors import Ended, InvalidArgument, PlanChanged, PushRejected, StoreError, TimedOut
 from pyps.native.status import MemberState
 from pyps.native.values import CostModel, Hyper
-from pyps.simulate.replay import replay
+from pyps.simulate.run import replay
 from pyps.store.store import Store
 
 POLICIES = (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pyps.errors import Ended, PushRejected, TimedOut
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.native.state import StoreState
 from pyps.native.values import Agreement, Codec, Encoding, Hyper, Optimizer
 from pyps.store import Store

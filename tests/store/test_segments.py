@@ -425,3 +425,23 @@ def test_a_segment_held_by_another_process_is_in_use(shm: Path) -> None:
         assert collect_garbage()[0] == []
         holder.communicate()
     assert [s.name for s in collect_garbage()[0]] == ["held"]
+
+
+def test_a_slot_whose_gradient_waits_for_its_round_is_free_when_it_has_closed(shm: Path) -> None:
+    initial = {"w": np.zeros(8, np.float32)}
+    with (
+        Store.create("slots", initial, batches=[1, 1], policy="bsp", max_participants=2) as first,
+        Store.open("slots") as second,
+        Store.open("slots") as third,
+    ):
+        first.join(0)
+        second.join(1)
+        first.start()
+        second.start()
+        with pytest.raises(errors.TimedOut):
+            first.push(first.stage(), 1, Hyper(lr=1.0), timeout=0.05)
+        first.leave()
+        with pytest.raises(errors.StoreFull, match="wait for their round; join again when it has closed"):
+            third.join(0)
+        second.push(second.stage(), 1, Hyper(lr=1.0))
+        assert third.join(0) == 0

@@ -16,7 +16,7 @@ from sampled import examples, sampled
 
 from pyps.errors import InputError
 from pyps.torch import weighted_hook
-from pyps.torch.codec import decode, encode, packed_bytes
+from pyps.torch.exchange import decode, encode, packed_bytes
 from pyps.torch.weighting import as_float64, rows_of
 from pyps.worker.quantize import INT4, INT8, BlockFormat
 

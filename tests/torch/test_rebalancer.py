@@ -282,3 +282,15 @@ def test_an_observer_writes_to_a_sink() -> None:
     noise.load_state_dict({"sums": [6.0, 0.5, 1.0]})
     to_sink(sink, noise)(balance)
     assert sink.readings["noise_scale", None] == 12.0
+
+
+def test_a_loop_that_takes_two_rounds_a_step(ranks: Ranks) -> None:
+    """Both rounds of a step have the same split, and every sample is taken once."""
+    found = ranks.run(2, jobs.accumulated_by_hand, [1.0, 3.0], 30)
+    assert all(
+        len(a) == len(b) for one in found for a, b in zip(one["seen"][::2], one["seen"][1::2], strict=True)
+    )
+    assert sorted(k for one in found for rows in one["seen"] for k in rows) == list(range(jobs.BATCH * 60))
+    assert found[0]["changes"] >= 1
+    assert found[0]["split"][0] > 1.8 * found[0]["split"][1]
+    assert found[0]["trained"] == 60

@@ -56,6 +56,21 @@ def test_residuals_and_the_split_go_on(ranks: Ranks, tmp_path: Path, wire: str) 
     assert {"rank0.hook.residuals.0.weight", "rank1.hook.residuals.0.weight"} <= tensors
 
 
+@pytest.mark.parametrize(("counted", "workers"), [("hook", 2), ("Rebalancer", 2), ("Rebalancer", 0)])
+def test_what_was_trained_is_saved(ranks: Ranks, tmp_path: Path, counted: str, workers: int) -> None:
+    """DataLoader workers fetch ahead of it."""
+    assert ranks.run(2, jobs.saved_after, tmp_path, counted, workers) == [(12, 12)] * 2
+
+
+def test_what_nothing_counted_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(2, jobs.saved_after, tmp_path, "nothing", 0):
+        assert "rounds: found nothing; expected those that were trained" in said
+
+
+def test_tied_weights(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.tied, tmp_path) == [True, True]
+
+
 def test_no_rank_waits_for_one_that_failed(ranks: Ranks, tmp_path: Path) -> None:
     first, other = ranks.run(2, jobs.save_where_something_else_fails, tmp_path)
     assert first == "ZeroDivisionError: division by zero"

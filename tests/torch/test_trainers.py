@@ -46,7 +46,10 @@ def trained(script: str, tmp_path: Path) -> dict[str, Any]:
 
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    check(trained("accelerate_train.py", tmp_path), 0.1)
+    found = trained("accelerate_train.py", tmp_path)
+    check(found, 0.1)
+    assert "custom checkpoints" in found["planted"][0]
+    assert "InputError" in found["planted"][1]
 
 
 @pytest.mark.thorough
@@ -55,12 +58,15 @@ def test_transformers(tmp_path: Path) -> None:
     found = trained("transformers_train.py", tmp_path)
     check(found["Mean"], 0.1)
     check(found["ByTargets"], 0.1)
+    assert "InputError" in found["planted"][0]
+    assert found["planted"][1] == "it resumed"  # another file is not read
 
 
 def test_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     found = trained("lightning_train.py", tmp_path)
     check(found, 0.1)
+    assert "weights_only" in found["planted"][0]
     assert max(found["fabric_errors"]) < EXACT
     assert found["fabric_resumed"]
     assert found["fabric_resumed_rounds"]

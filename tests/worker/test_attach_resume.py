@@ -12,7 +12,7 @@ from torch import nn
 from worker_tools import X, Y, backward, loss_of, make_model, run_threads
 
 from pyps.checkpoint.state import save
-from pyps.formats.turns import TurnSchedule
+from pyps.formats.plan import TurnSchedule
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.policies import R2SP

@@ -11,7 +11,7 @@ from remote_tools import eventually
 from worker_tools import X, Y, backward, loss_of, make_model
 
 from pyps.simulate import Scenario, SimWorker, simulate
-from pyps.simulate.replay import replay
+from pyps.simulate.run import replay
 from pyps.step.events import Action, End, Event
 from pyps.step.machine import StepMachine
 from pyps.store.policies import Policy

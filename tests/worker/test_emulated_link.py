@@ -16,7 +16,7 @@ from threads import in_threads
 from pyps.formats import Fit, write_json
 from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
-from pyps.solver.wire import LinkSpec
+from pyps.solver.links import LinkSpec
 from pyps.store.policies import ASP, BSP
 from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
 from pyps.worker.loop import Worker

@@ -30,9 +30,7 @@ from pyps.native.values import Claim
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.feed import Waits
-from pyps.worker.fingerprint import fingerprint_of
-from pyps.worker.forecast import RoundForecast
-from pyps.worker.loader import Loader, LoaderOptions
+from pyps.worker.loader import Loader, LoaderOptions, RoundForecast, fingerprint_of
 from pyps.worker.loop import Worker, join
 from pyps.worker.samples import make_source
 from pyps.worker.sampling import indices

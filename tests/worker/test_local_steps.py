@@ -33,7 +33,7 @@ from worker_tools import (
 from pyps import Hyper, Store
 from pyps.errors import Diverged, InputError
 from pyps.native.values import Codec
-from pyps.step.parts import even_steps
+from pyps.step.machine import even_steps
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.local_steps import LocalSteps, with_local_steps
 from pyps.worker.loop import Worker, join

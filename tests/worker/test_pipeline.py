@@ -249,8 +249,10 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
         worker.close()
     assert sum(r.samples for r in counters) == total
     assert workers[1].fenced >= 1
-    taken = [r for r in read_run(tmp_path) if not r.rejected]
+    records = read_run(tmp_path)
+    taken = [r for r in records if not r.rejected]
     assert sorted(p for r in taken for p in range(r.first, r.first + r.samples)) == list(range(total))
+    assert {r.rank for r in records if r.fenced} == {1}
 
 
 def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> None:

@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from pyps.errors import InputError
-from pyps.worker.fingerprint import fingerprint_of
-from pyps.worker.samples import Columns, MapStyle, Source, Stream, Task, join_batches, make_source
-from pyps.worker.seeding import Draw, seed_at, seed_generators
+from pyps.worker.loader import fingerprint_of
+from pyps.worker.samples import (
+    Columns,
+    Draw,
+    MapStyle,
+    Source,
+    Stream,
+    Task,
+    join_batches,
+    make_source,
+    seed_at,
+    seed_generators,
+)
 
 FIXED = settings(derandomize=True, deadline=None)
 Pair = namedtuple("Pair", "x word")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pyps
-from pyps.step.parts import next_part
+from pyps.step.machine import next_part
 
 torch.set_num_threads(1)
 

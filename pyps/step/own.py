@@ -1,0 +1,58 @@
+"""A worker's own gradients under way: the part of the next rounds that it knows.
+
+Where rounds overlap in a pipeline, a step is computed while the worker's gradients of the rounds before it
+are under way. A store that looks ahead for it (view_lookahead) adds the way of momentum alone. That of these
+gradients follows from their constants, for SGD with or without momentum. So the worker, real or simulated,
+goes on along them, as if the others' were alike. Adam's way needs its second moment, which the store has: it
+goes on along its mean there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from pyps.native.values import Hyper, Optimizer
+from pyps.step.machine import StepRules
+
+G = TypeVar("G")
+
+
+def follows_own(rules: StepRules, optimizer: Optimizer, *, lookahead: bool) -> bool:
+    """Whether a worker goes on along its own gradients. `lookahead`: of the policy."""
+    overlaps = rules.depth > 1 and rules.needs.waits_for_rounds and not rules.local
+    return overlaps and lookahead and optimizer in (Optimizer.SGD, Optimizer.MOMENTUM)
+
+
+def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
+    """How far a gradient of ones moves a parameter down in its own step and those after, `steps` in all."""
+    if optimizer is Optimizer.SGD:
+        return hyper.lr * (steps > 0)
+    moved = (1.0 - hyper.dampening) * sum(hyper.momentum**k for k in range(steps))
+    return hyper.lr * (hyper.momentum * moved + (steps > 0) if hyper.nesterov else moved)
+
+
+class UnderWay(Generic[G]):
+    """Gradients under way, and the steps of each that the worker's parameters have."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[G, int]] = deque()
+
+    def sent(self, gradient: G) -> None:
+        self._under_way.append((gradient, 0))
+
+    def arrived(self) -> None:
+        """The oldest is no more under way."""
+        self._under_way.popleft()
+
+    def loaded(self) -> None:
+        """Parameters came that have no step of those under way."""
+        self._under_way = deque((gradient, 0) for gradient, _ in self._under_way)
+
+    def go_on(self) -> Iterator[tuple[G, int, int]]:
+        """For the next step: each gradient, the steps of it that the parameters have, and should have."""
+        count = len(self._under_way)
+        for k, (gradient, have) in enumerate(self._under_way):
+            yield gradient, have, count - k
+        self._under_way = deque((gradient, count - k) for k, (gradient, _) in enumerate(self._under_way))

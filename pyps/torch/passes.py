@@ -1,0 +1,278 @@
+"""Passes: which forward passes a gradient comes from, and what they weigh.
+
+A forward pass leaves marks in the graph behind its output. A backward pass that meets one names the pass that
+it comes from, so it weighs what that pass did. A pass that is only looked at, in eval mode or in between,
+weighs nothing. A gradient that meets no mark comes from samples that nothing has counted, and is refused.
+
+Micro-batches of n_1, n_2, ... samples have the mean gradients g_1, g_2, ... The gradient of all of them is
+sum(n_m g_m) / sum(n_m); passes that are just added up count alike. Where the loss stays the mean over its
+micro-batch (managed), the gradients so far are multiplied by n_before / n_now before a micro-batch of another
+size. After the last pass they are sum(n_m g_m) / n_last, and their weight is n_last / W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from pyps.errors import InputError
+
+CLOSE = 1e-6  # shares that add up to 1, in float32
+DEPTH = 4  # of objects in a model's output that are looked into
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Pass:
+    """A forward pass. kept: its gradients are not reduced at once. share: of its rank's loss, and the total.
+
+    weight: its samples (or targets), or a function that counts them once they are needed.
+    """
+
+    def __init__(self, weight: Any, kept: bool = False) -> None:
+        self._weight, self.kept = weight, kept
+        self.share: float | None = None
+        self.total: Any = None
+
+    @property
+    def weight(self) -> Any:
+        if callable(self._weight):
+            self._weight = self._weight()
+        return self._weight
+
+
+class Passes:
+    """This rank's passes since the last reduction.
+
+    sums: whether the losses are sums over samples, which need no weights among each other. gradients: the
+    tensors that hold the gradients since the last reduction. on_computed: called at the end of a backward
+    pass with gradients, before torch waits for reductions; on_over: after that.
+    """
+
+    def __init__(
+        self,
+        sums: bool,
+        gradients: Callable[[], list[torch.Tensor]],
+        on_computed: Callable[[], None],
+        on_over: Callable[[Pass], None],
+    ) -> None:
+        self.managed = False  # whether each loss is the mean over its micro-batch
+        self.backwards = 0  # passes of the round that runs, or was just reduced
+        self._is_over = True  # whether it was
+        self._sums, self._gradients = sums, gradients
+        self._on_computed, self._on_over = on_computed, on_over
+        self._open: Pass | None = None  # whose forward() is running
+        self._latest: Pass | None = None
+        self._said: Any = None  # set_weight()'s
+        self._before: list[Pass] = []  # those before the running backward pass
+        self._unit: Any = None  # the gradients so far, times this, are the sum over their samples
+        self._running: list[Pass] | None = None  # those that the running backward pass has met
+        self._task = -1  # autograd's number of that
+        self._has_gradients = False  # whether it has reached a parameter
+        self._left_over = False  # whether there were gradients before the round
+
+    def begin(self, weight: Any, kept: bool) -> None:
+        """A forward pass begins."""
+        if torch._C._current_graph_task_id() == -1:
+            self._running = None  # else of a backward pass that failed
+        self._open = self._latest = Pass(weight, kept)
+
+    def end(self, output: Any) -> None:
+        """It is over, with this output."""
+        begun, self._open = self._open, None
+        if begun is not None:
+            self._mark(output, begun)
+
+    def apart(self, output: Any, weight: Callable[[], Any]) -> None:
+        """A part of the model has computed this. Outside forward() it is a pass of its own.
+
+        weight: gives its samples; None if they are not known.
+        """
+        if self._open is None and torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again
+            self._mark(output, Pass(weight()))
+
+    def _mark(self, output: Any, begun: Pass) -> None:
+        for tensor in _tensors(output, DEPTH):
+            base: Any = (
+                tensor._base if tensor._is_view() else tensor
+            )  # a view changed in place loses its node
+            for node in {tensor.grad_fn, base.grad_fn} - {None}:
+                assert node is not None
+                node.register_prehook(lambda _, begun=begun: self._meet(begun))
+
+    def set_weight(self, weight: Any) -> None:
+        """What the backward pass that comes next weighs."""
+        self._said = weight
+
+    def share(self, weight: Any, total: Any) -> Any:
+        """weight / total: the latest pass's part of the rank's gradient; checked when that is reduced."""
+        if not 0 <= float(weight) <= float(total):
+            raise InputError("share", "weight, total", f"{weight}, {total}", "0 <= weight <= total")
+        found = weight / total if float(total) else 0.0
+        if self._latest is not None:
+            self._latest.share, self._latest.total = float(found), total
+        return found
+
+    def loss_weight(self) -> Callable[[], Any]:
+        """What the reduction multiplies the open pass's loss by, before 1 / W; known in its backward."""
+        begun = self._open or self._latest
+
+        def weight() -> Any:
+            if begun is None:
+                return 1.0
+            return begun.total if begun.total is not None else self._weight_of([begun])
+
+        return weight
+
+    def arrived(self) -> Pass:
+        """A gradient has reached a parameter: its pass. Raises InputError if none is known."""
+        if self._running is None:
+            if self._open is not None:  # within forward(), as in a step that calls backward() itself
+                self._start(self._open)
+            elif self._said is not None:
+                self._start(Pass(self._said, self._latest is not None and self._latest.kept))
+            else:
+                found = "a gradient of samples that no forward() of this model has counted"
+                expected = "a loss from what model(...) returned, or hook.set_weight(n) before backward()"
+                raise InputError("weighted_hook", "backward()", found, expected)
+        assert self._running is not None
+        if not self._has_gradients:
+            self._has_gradients = True
+            self.backwards, self._is_over = 1 if self._is_over else self.backwards + 1, False
+            self._weight_of(self._running)  # refused before it is used
+        return self._running[0]
+
+    def reduced(self) -> tuple[Any, Any]:
+        """The gradients are complete: the rank's weight in W, and the weight that they are to be given."""
+        self.arrived()
+        assert self._running is not None
+        if all(one.kept for one in self._running):
+            found = "a reduction within no_sync(), for a forward() before it without a backward()"
+            raise InputError("weighted_hook", "no_sync()", found, "torch.no_grad() around such a forward()")
+        own = self._weight_of(self._running)
+        total: Any = sum((one.weight for one in self._before), own)
+        unit = total
+        if self._before and self.managed and not self._sums:
+            unit = unit_of(own, total)
+        elif self._before and not self._sums:
+            _check_shares([*self._before, _as_weighed(self._running[0], own)])
+        self.forget()
+        return total, unit
+
+    def forget(self) -> None:
+        """No pass is pending."""
+        self._before, self._unit, self._left_over, self._is_over = [], None, False, True
+
+    def _meet(self, begun: Pass) -> None:
+        """The running backward pass comes from this forward pass."""
+        if self._running is None or self._task != torch._C._current_graph_task_id():
+            self._start(begun)
+        elif begun not in self._running:
+            self._running.append(begun)
+
+    def _start(self, begun: Pass) -> None:
+        self._running, self._task, self._has_gradients = [begun], torch._C._current_graph_task_id(), False
+        _engine.queue_callback(self._computed)
+        if not self.managed and not self._sums:
+            return
+        if not self._before:
+            self._left_over = any(bool(one.any()) for one in self._gradients())
+            if not self._left_over or not self._sums:
+                return
+        if self._left_over:
+            expected = "optimizer.zero_grad() before a round of several passes, or of a sum"
+            raise InputError("weighted_hook", "gradients", "those of an earlier round", expected)
+        if not self._sums:
+            self._change_unit(self._weight_of(self._running))
+
+    def _change_unit(self, weight: Any) -> None:
+        """Gradients so far count in samples of the pass before; from now on in samples of this one."""
+        old = self._unit if self._unit is not None else unit_of(self._before[-1].weight)
+        self._unit = new = unit_of(weight)
+        if not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor) and old == new:
+            return
+        with torch.no_grad():
+            torch._foreach_mul_(self._gradients(), old / new)
+
+    def _weight_of(self, passes: list[Pass]) -> Any:
+        """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
+        if self._said is not None:
+            return self._said
+        own = passes[0].weight
+        if own is None or any(one.weight is None or one.weight != own for one in passes[1:]):
+            weights = {"unknown" if one.weight is None else f"{float(one.weight):g}" for one in passes}
+            found = f"forward passes of {' and '.join(sorted(weights))} samples"
+            expected = "as many in all passes of a loss, or hook.set_weight(n) before backward()"
+            raise InputError("weighted_hook", "backward()", found, expected)
+        return own
+
+    def _computed(self) -> None:
+        """A backward pass is over, but for what torch does then: its reductions."""
+        if self._running is not None and self._has_gradients:
+            self._on_computed()
+        _engine.queue_callback(self._over)
+
+    def _over(self) -> None:
+        running, self._running = self._running, None
+        if running is None or not self._has_gradients:  # torch.autograd.grad() asked for others
+            return
+        weighed = _as_weighed(running[0], self._weight_of(running))
+        self._said = None
+        self._on_over(weighed)
+
+    def keep(self, weighed: Pass) -> None:
+        """A pass whose gradients are not reduced yet."""
+        self._before.append(weighed)
+        self._unit = None
+
+
+def _as_weighed(begun: Pass, weight: Any) -> Pass:
+    found = Pass(weight, begun.kept)
+    found.share = begun.share
+    return found
+
+
+def _check_shares(passes: list[Pass]) -> None:
+    """Raise InputError for gradients that count alike although their micro-batches are not."""
+    shares = [one.share for one in passes if one.share is not None]
+    weights = [float(one.weight) for one in passes]
+    found = ""
+    if shares and (len(shares) < len(passes) or abs(sum(shares) - 1) > CLOSE):
+        found = f"shares that add up to {sum(shares):.4g}, not 1"
+    elif not shares and len(set(weights)) > 1:
+        sizes = ", ".join(f"{w:g}" for w in weights)
+        found = f"weights of {sizes}: loss / {len(weights)} would count them alike"
+    if found:
+        expected = "hook.accumulate(batch, parts) or hook.rounds(loader) with the plain loss, or each loss "
+        expected += "times hook.share(len(micro), len(batch))"
+        raise InputError("weighted_hook", "micro-batches", found, expected)
+
+
+def unit_of(weight: Any, total: Any = 1.0) -> Any:
+    """The weight, or 1 where nothing counts, which cannot be a unit; 0 if the total is 0."""
+    if isinstance(weight, torch.Tensor) or isinstance(total, torch.Tensor):
+        counted, total = torch.as_tensor(weight, dtype=torch.float64), torch.as_tensor(total)
+        return torch.where(counted > 0, counted, 1.0) * (total > 0)
+    return (weight or 1.0) if total else 0.0
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Those that have a gradient, in tuples, lists, dicts and objects."""
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            yield value
+        return
+    inside: Any = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in fields(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
+        inside = list(vars(value).values())
+    if depth:
+        for one in inside:
+            yield from _tensors(one, depth - 1)

@@ -1,0 +1,83 @@
+"""Moves a worker's parameters along its own gradients under way (pyps.step.own)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyps.native.values import Flat, Hyper, Optimizer, PushRequest, Tensor
+from pyps.step.own import UnderWay, way_of
+
+BLOCK = 1 << 16  # floats at a time: they stay in cache
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A gradient in its staging buffer, and how it was pushed."""
+
+    flat: Flat
+    hyper: tuple[Hyper, ...]
+    scale: float
+
+
+class Onward:
+    """The own gradients of a worker of a store with these tensors."""
+
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+        self._optimizer = optimizer
+        trained = [t for t in tensors if not t.averaged and t.elements]
+        groups = {t.group: [other for other in trained if other.group == t.group] for t in trained}
+        self._parts = {
+            group: slice(ts[0].offset, max(t.offset + t.elements for t in ts)) for group, ts in groups.items()
+        }
+        self._under_way: UnderWay[Pushed | None] = UnderWay()
+
+    def sent(self, request: PushRequest, flat: Flat) -> None:
+        """A step's gradient, in `flat`, was sent. One that is skipped, or is not finite, moves nothing."""
+        scale = request.scale
+        known = request.samples > 0 and all(_is_finite(flat[part]) for part in self._parts.values())
+        if known and (bound := max(h.clip_norm for h in request.hyper)):
+            norm = abs(scale) * math.sqrt(sum(_squares(flat[part]) for part in self._parts.values()))
+            scale *= min(1.0, bound / norm) if norm else 1.0
+        self._under_way.sent(Pushed(flat, request.hyper, scale) if known else None)
+
+    def arrived(self) -> None:
+        """The oldest is no more under way."""
+        self._under_way.arrived()
+
+    def loaded(self) -> None:
+        """New parameters came."""
+        self._under_way.loaded()
+
+    def go_on(self, params: Flat) -> None:
+        """Bring parameters to where the next step is computed, in place."""
+        for pushed, have, wanted in self._under_way.go_on():
+            if pushed is None or have == wanted:
+                continue
+            for group, part in self._parts.items():
+                hyper = pushed.hyper[group]
+                way = way_of(hyper, self._optimizer, wanted) - way_of(hyper, self._optimizer, have)
+                _move(params[part], pushed.flat[part], way, pushed.scale, hyper.clip)
+
+
+def _move(params: Flat, gradient: Flat, way: float, scale: float, clip: float) -> None:
+    for first in range(0, params.size, BLOCK):
+        g = gradient[first : first + BLOCK]
+        if clip:
+            step = np.float32(way) * np.clip(np.float32(scale) * g, -np.float32(clip), np.float32(clip))
+        else:
+            step = np.float32(way * scale) * g
+        params[first : first + BLOCK] -= step
+
+
+def _is_finite(gradient: Flat) -> bool:
+    with np.errstate(all="ignore"):
+        return math.isfinite(float(gradient.sum()))
+
+
+def _squares(gradient: Flat) -> float:
+    blocks = (gradient[first : first + BLOCK] for first in range(0, gradient.size, BLOCK))
+    return sum(float(np.square(block, dtype=np.float64).sum()) for block in blocks)
