@@ -39,9 +39,11 @@ demo: .venv/core
 
 # Three lanes at once, since a test often waits for processes that it started. A lane takes whole files.
 LANES ?= 3
+# RERUNS=1: a failure is tried once more, and counted as rerun. For machines that others share, as CI's.
+RERUNS ?= 0
 PYTEST = $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cpu --ignore=tests/ray
 test: lint
-	$(PYTEST) -m 'not thorough'
+	$(PYTEST) -m 'not thorough' --reruns $(RERUNS)
 
 test-all: lint
 	$(PYTEST) --real-torch
