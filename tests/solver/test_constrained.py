@@ -185,7 +185,7 @@ def test_groups_of_like_workers_agree_with_the_exact_solver(seed: int) -> None:
 
 
 def test_a_search_that_takes_too_long_says_what_it_found_and_what_is_possible() -> None:
-    """96 unlike workers in 24 racks, within a price: ten times the limit does not prove it on a quick machine."""
+    """96 unlike workers in 24 racks, within a price: here ten times the limit brings no proof."""
     luck, n = np.random.default_rng(0), 96
     costs = Costs.lines(luck.uniform(0.05, 0.4, n), luck.uniform(0.02, 0.3, n))
     problem = Problem.of(costs, 20 * n, batch_multiple=luck.choice([1, 3, 4], n))
