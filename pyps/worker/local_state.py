@@ -1,4 +1,4 @@
-"""Keeps the state of a worker's own optimizer, such as Adam's moments, for the rank's next process.
+"""Keeps the state of a worker's own optimizers, such as Adam's moments, for the rank's next process.
 
 Where the run has a folder, each push has its file there (pyps.checkpoint.local_states); elsewhere nothing is
 kept. The store says which pushes are in its last saved states: their files stay, so a worker on another host
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ RESIDUAL = "residual"
 class LocalState:
     """The files of one rank. load() comes first, then save() before each push.
 
-    settings: of the run. optimizer: the worker's own, of which all but the options of its groups is kept.
+    settings: of the run. optimizers: the worker's own, of which all but the options of their groups is kept.
     """
 
-    def __init__(self, settings: Settings, optimizer: torch.optim.Optimizer) -> None:
-        self._settings, self._optimizer = settings, optimizer
+    def __init__(self, settings: Settings, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._settings, self._optimizers = settings, optimizers
+        self._kind = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         self._saved: deque[int] = deque(maxlen=KEEP_SAVED)  # pushes in the last saved states, if known
         self._failed = False
         self._newest = KEEP_FILES + settings.depth
@@ -101,16 +103,18 @@ class LocalState:
 
     def _put(self, path: Path) -> None:
         state = from_file(path, "the state of an optimizer")
-        kind = type(self._optimizer).__name__
-        if not isinstance(state, dict) or state.keys() != {"kind", "state"} or state["kind"] != kind:
+        if not isinstance(state, dict) or state.keys() != {"kind", "state"} or state["kind"] != self._kind:
             found = str(state.get("kind")) if isinstance(state, dict) else "something else"
-            raise InputError(str(path), "kind", found, f"{kind}, as the script's optimizer")
-        now: dict[str, Any] = self._optimizer.state_dict()
-        self._optimizer.load_state_dict({**now, "state": state["state"]})
+            raise InputError(str(path), "kind", found, f"{self._kind}, as in the script")
+        kept = state["state"] if len(self._optimizers) > 1 else [state["state"]]
+        for optimizer, values in zip(self._optimizers, kept, strict=True):
+            now: dict[str, Any] = optimizer.state_dict()
+            optimizer.load_state_dict({**now, "state": values})
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
-        kept = {"kind": type(self._optimizer).__name__, "state": self._optimizer.state_dict()["state"]}
+        states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
+        kept = {"kind": self._kind, "state": states if len(states) > 1 else states[0]}
         run_dir, rank = self._settings.run_dir, self._settings.rank
         if run_dir is not None:
             self._write(state_file(run_dir, rank, pushes), *for_file(kept))

@@ -34,17 +34,17 @@ OUTER_LR = 1.0  # without momentum, by measurement: docs/results/local-steps.md
 
 
 class LocalSteps:
-    """A worker's own optimizer, on the parameters that are in the store.
+    """A worker's own optimizers, on the parameters that are in the store.
 
-    optimizer: any of torch's; the training script must not call its step(). clip_norm: the bound of each
-    local step's gradient, as in torch's clip_grad_norm_; 0: none. state: where the optimizer's is kept.
+    optimizers: any of torch's; the training script must not call their step(). clip_norm: the bound of each
+    local step's gradient, as in torch's clip_grad_norm_; 0: none. state: where the optimizers' is kept.
     pushes: admitted ones of the rank until now. merges: between two pushes, evenly spaced. overlaps: steps go
     on while a push travels.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: tuple[torch.optim.Optimizer, ...],
         parameters: list[nn.Parameter],
         clip_norm: float,
         state: LocalState,
@@ -54,8 +54,8 @@ class LocalSteps:
     ) -> None:
         self.merges, self._overlaps = merges, overlaps
         self._travelling: deque[list[torch.Tensor]] = deque()  # pseudo-gradients; where it overlaps
-        self.optimizer = optimizer
-        self._steps = OptimizerSteps(optimizer, parameters)
+        self._optimizers = optimizers
+        self._steps = [OptimizerSteps(optimizer, parameters) for optimizer in optimizers]
         self._parameters, self._clip_norm = parameters, clip_norm
         self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
         self._pushed_from: dict[int, int] = {}  # by staging buffer, the number of its push
@@ -65,8 +65,8 @@ class LocalSteps:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate of the first optimizer's first parameter group."""
+        return float(self._optimizers[0].param_groups[0]["lr"])
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -83,16 +83,19 @@ class LocalSteps:
                 p.sub_(way)
 
     def step(self, scaler: Any = None) -> None:
-        """Take a local step with the gradients that are there, and clear them. A GradScaler skips it if they
-        are not finite.
+        """Take a local step with the gradients that are there, and clear them. A GradScaler skips it, for
+        each optimizer by itself as in torch, if they are not finite.
         """
         self.come_back()
         if self._clip_norm:
             if scaler is not None:
-                self._steps.unscale(scaler)
+                for steps in self._steps:
+                    steps.unscale(scaler)
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        self._steps.call(scaler)
-        self.optimizer.zero_grad(set_to_none=True)
+        for steps in self._steps:
+            steps.call(scaler)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def merge(self, pull: Callable[[], int]) -> int:
@@ -190,7 +193,7 @@ def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings
 def local_steps_of(
     settings: Settings,
     store: Store,
-    optimizer: torch.optim.Optimizer,
+    optimizers: tuple[torch.optim.Optimizer, ...],
     parameters: list[nn.Parameter],
     clip_norm: float | None,
     pushes: int,
@@ -204,14 +207,14 @@ def local_steps_of(
         return None
     if isinstance(merges, bool) or not isinstance(merges, int) or merges < 0:
         raise InputError("attach", "merges", repr(merges), "a number of times")
-    state, overlaps = LocalState(settings, optimizer), settings.depth > 1
-    local = LocalSteps(optimizer, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
+    state, overlaps = LocalState(settings, optimizers), settings.depth > 1
+    local = LocalSteps(optimizers, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
     local.keep_residual(store, settings.encoding.codec)
     return local
 
 
 def stored_optimizer(
-    optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer | None, settings: Settings
+    optimizers: tuple[torch.optim.Optimizer, ...], outer: torch.optim.Optimizer | None, settings: Settings
 ) -> torch.optim.Optimizer:
     """The optimizer whose steps the store takes: with local steps `outer`, or SGD.
 
@@ -220,8 +223,8 @@ def stored_optimizer(
     if not settings.local_steps:
         if outer is not None:
             raise InputError("attach", "outer", type(outer).__name__, "nothing without local steps")
-        return optimizer
+        return optimizers[0]
     if outer is not None:
         return outer
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     return torch.optim.SGD(parameters, lr=OUTER_LR)

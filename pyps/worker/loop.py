@@ -49,6 +49,7 @@ from pyps.worker.local_steps import (
     with_local_steps,
 )
 from pyps.worker.mode import ModeOptions
+from pyps.worker.optimizer import OptimizerArgument, as_optimizers
 from pyps.worker.position import (
     RunPosition,
     RunSchedule,
@@ -163,7 +164,7 @@ class Worker:
     def attach(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: OptimizerArgument = None,
         *,
         scheduler: SchedulerArgument = None,
         scheduler_unit: ScheduleUnit = "batch",
@@ -184,8 +185,8 @@ class Worker:
         of a scheduler stands for, a global "batch" or an "epoch". clip_norm: the bound of the gradient's norm
         over all parameters, as in torch's clip_grad_norm_: where gradients are collected into a round, of
         their mean over the global batch; elsewhere of each by itself; with local steps, of each of these.
-        local_steps: steps of `optimizer`, then any of torch's, between two pushes of the difference that they
-        made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
+        local_steps: steps of `optimizer`, then any of torch's, or several that share the parameters, between
+        two pushes of the difference that they made; "plan": as planned, by default none. outer: the store's optimizer for these differences; None:
         SGD with lr 1, so that the store gets the mean of the workers' parameters. merges: how often
         the worker pulls between two pushes, and goes on from there with the local steps that it has taken;
         without effect where workers wait for rounds, take turns, or have a pipeline. master: how a new store
@@ -201,13 +202,15 @@ class Worker:
         if self._attached is not None:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         disable_malloc_trim()
-        chosen = optimizer if optimizer is not None else torch.optim.SGD(model.parameters())
-        self.settings = with_local_steps(self.settings, local_steps)
-        is_local = self.settings.local_steps > 0
-        stored = stored_optimizer(chosen, outer, self.settings)
+        settings = with_local_steps(self.settings, local_steps)
+        is_local = settings.local_steps > 0
+        chosen = as_optimizers(optimizer, model, is_local=is_local)
+        stored = stored_optimizer(chosen, outer, settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
-        settings = self.settings if resume is None else replace(self.settings, resume=Path(resume))
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
+        self.settings = settings
+        if resume is not None:
+            settings = replace(settings, resume=Path(resume))
         store, pushes = self._join(settings, attachment, timeout)
         parameters = [entry.parameter for entry in attachment.entries]
         local = local_steps_of(settings, store, chosen, parameters, clip_norm, pushes, merges)

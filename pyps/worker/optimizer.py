@@ -1,4 +1,4 @@
-"""The torch optimizer in a run: its options are read, and its step() changes nothing, for the store steps.
+"""The torch optimizers in a run: options are read, and step() changes nothing, for the store steps.
 
 Schedulers and scalers want to see step() called once a step. The worker calls it when all gradients have been
 taken away; a call by the training script is refused.
@@ -6,13 +6,48 @@ taken away; a call by the training script is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pyps.errors import InputError
+
+OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def as_optimizers(
+    given: OptimizerArgument, model: torch.nn.Module, *, is_local: bool
+) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that attach() was given, in their order; None: SGD with torch's defaults.
+
+    is_local: they take local steps. Raises InputError for what is no optimizer, for several without local
+    steps, for a parameter that two of them have, and for one whose step() computes gradients by itself.
+    """
+    if given is None:
+        return (torch.optim.SGD(model.parameters()),)
+    found = list(given) if isinstance(given, Sequence) else [given]
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InputError("attach", "optimizer", type(one).__name__, "a torch.optim.Optimizer, or several")
+    if not found or (len(found) > 1 and not is_local):
+        names = f"{len(found)} of them{': ' * bool(found)}{', '.join(type(one).__name__ for one in found)}"
+        raise InputError("attach", "optimizer", names, "one; with local steps one or more")
+    named = {id(p): name for name, p in model.named_parameters()}
+    seen: set[int] = set()
+    for one in found:
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            expected = "an optimizer that steps with the gradients that are there"
+            raise InputError("attach", "optimizer", f"{type(one).__name__}, which needs a closure", expected)
+        mine = {id(p) for group in one.param_groups for p in group["params"]}
+        for shared in mine & seen:
+            which = f"{named.get(shared, 'a parameter')} in two optimizers"
+            raise InputError("attach", "optimizer", which, "each parameter in one")
+        seen |= mine
+    return tuple(found)
 
 
 class OptimizerSteps:

@@ -46,7 +46,7 @@ class RunPosition:
 
 
 class RunSchedule:
-    """Schedulers of one optimizer, stepped by the worker alone.
+    """Schedulers of the worker's optimizers, stepped by the worker alone.
 
     given: one torch scheduler or several, stepped in this order. unit: what one step() of them stands for.
     Raises InputError for one that depends on more than the position, has been stepped, or has another
@@ -54,14 +54,17 @@ class RunSchedule:
     """
 
     def __init__(
-        self, given: SchedulerArgument, optimizer: torch.optim.Optimizer, unit: ScheduleUnit = "batch"
+        self,
+        given: SchedulerArgument,
+        optimizers: Sequence[torch.optim.Optimizer],
+        unit: ScheduleUnit = "batch",
     ) -> None:
         if unit not in ("batch", "epoch"):
             raise InputError("attach", "scheduler_unit", repr(unit), "'batch' or 'epoch'")
         self._schedulers = _as_tuple(given)
-        self._optimizer, self._unit = optimizer, unit
+        self._optimizers, self._unit = optimizers, unit
         for scheduler in self._schedulers:
-            _check(scheduler, optimizer)
+            _check(scheduler, optimizers)
         self._at = 0
         self._left = self._counts()
 
@@ -77,7 +80,8 @@ class RunSchedule:
             raise InputError("step", "scheduler", "a call of scheduler.step()", expected)
         target = position.epoch if self._unit == "epoch" else position.global_batches
         # torch warns if the optimizer has not stepped before. The run's has, in this process or another.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         while self._at < target:
             self._step()
             self._at += 1
@@ -108,14 +112,14 @@ def _leaves(scheduler: Any) -> list[Any]:
     return [scheduler, *(leaf for part in getattr(scheduler, "_schedulers", ()) for leaf in _leaves(part))]
 
 
-def _check(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+def _check(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     kind = type(scheduler).__name__
     if any(isinstance(leaf, ReduceLROnPlateau) for leaf in _leaves(scheduler)):
         expected = "a schedule of the position alone: this one follows a loss, which differs between workers"
         raise InputError("attach", "scheduler", kind, expected)
     if not isinstance(scheduler, LRScheduler):
         raise InputError("attach", "scheduler", kind, "a torch.optim.lr_scheduler, or a list of them")
-    if scheduler.optimizer is not optimizer:
+    if all(scheduler.optimizer is not optimizer for optimizer in optimizers):
         raise InputError("attach", "scheduler", f"{kind} of another optimizer", "one of the attached one")
     stepped = max((getattr(leaf, "last_epoch", 0) for leaf in _leaves(scheduler)), default=0)
     if stepped > 0:

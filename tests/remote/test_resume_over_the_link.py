@@ -1,7 +1,7 @@
 """A run of two hosts, here folders, that share a served store: all of it killed with -9, and resumed.
 
 Local steps, whose differences travel in eight bits: besides the store's state there are each worker's own
-optimizer and what its codes have not carried yet. A longer run on a shaped link: benchmarks/local_kill.py.
+optimizers and what its codes have not carried yet. A longer run on a shaped link: benchmarks/local_kill.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ draws = torch.Generator().manual_seed(0)
 inputs, targets = torch.randn(40, 4, generator=draws), torch.randn(40, 2, generator=draws)
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+matrices, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+optimizer = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(biases, lr=0.01)]
 with pyps.join() as worker:
     worker.attach(model, optimizer)
     for x, y in worker.batches((inputs, targets)):

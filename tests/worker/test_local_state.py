@@ -44,34 +44,59 @@ def test_the_next_process_has_the_same_state(tmp_path: Path, dtype: torch.dtype)
     before, after = stepped(), stepped(0)
     for state in before.state.values():
         state["exp_avg"] = state["exp_avg"].to(dtype)
-    LocalState(settings_of(tmp_path, 3), before).save(7)
-    found = LocalState(settings_of(tmp_path, 3), after)
+    LocalState(settings_of(tmp_path, 3), [before]).save(7)
+    found = LocalState(settings_of(tmp_path, 3), [after])
     found.load(7)
     wanted = {k: {n: v.float() for n, v in s.items()} for k, s in before.state_dict()["state"].items()}
     assert equal(after.state_dict()["state"], wanted)
 
 
+def muon(steps: int) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the rest, after some steps."""
+    model = make_model()
+    parts = [[p for p in model.parameters() if (p.ndim == 2) is flat] for flat in (True, False)]
+    found = [torch.optim.Muon(parts[0], lr=0.01), torch.optim.AdamW(parts[1], lr=0.01)]
+    for _ in range(steps):
+        model.zero_grad()
+        backward(loss_of(model, X, Y))
+        for optimizer in found:
+            optimizer.step()
+    return found
+
+
+def test_several_optimizers_have_one_file(tmp_path: Path) -> None:
+    before, after = muon(3), muon(0)
+    LocalState(settings_of(tmp_path), before).save(2)
+    LocalState(settings_of(tmp_path), after).load(2)
+    for one, two in zip(before, after, strict=True):
+        assert two.state
+        assert equal(one.state_dict()["state"], two.state_dict()["state"])
+    for wrong in (after[:1], after[::-1]):
+        with pytest.raises(InputError, match=r"kind: found Muon, AdamW; expected "):
+            LocalState(settings_of(tmp_path), wrong).load(2)
+
+
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
-    LocalState(settings_of(tmp_path), stepped()).save(4)
+    LocalState(settings_of(tmp_path), [stepped()]).save(4)
     half = tmp_path / "local" / ".rank-0-000000005.safetensors.123.tmp"
     half.write_bytes(b"half")
-    LocalState(settings_of(tmp_path), stepped(0)).load(4)
+    LocalState(settings_of(tmp_path), [stepped(0)]).load(4)
     assert not half.exists()
 
 
 def test_a_rank_without_a_file_says_so(tmp_path: Path) -> None:
-    LocalState(settings_of(tmp_path, 1), stepped()).save(4)
+    LocalState(settings_of(tmp_path, 1), [stepped()]).save(4)
     for settings in (settings_of(tmp_path, 0), settings_of(None), settings_of(tmp_path, 1)):
         with pytest.warns(UserWarning, match=r"after 5 pushes: its optimizer begins anew"):
-            LocalState(settings, stepped(0)).load(5)
+            LocalState(settings, [stepped(0)]).load(5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        LocalState(settings_of(None), stepped(0)).load(0)
+        LocalState(settings_of(None), [stepped(0)]).load(0)
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    LocalState(settings_of(tmp_path), stepped()).save(1)
-    other = LocalState(settings_of(tmp_path), stepped(0, torch.optim.Adagrad))
+    LocalState(settings_of(tmp_path), [stepped()]).save(1)
+    other = LocalState(settings_of(tmp_path), [stepped(0, torch.optim.Adagrad)])
     with pytest.raises(InputError, match=r"kind: found AdamW; expected Adagrad"):
         other.load(1)
 
@@ -81,7 +106,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "local").mkdir()
     state_file(tmp_path, 0, 2).write_bytes(content)
     with pytest.raises(InputError, match=r"expected the state of an optimizer"):
-        LocalState(settings_of(tmp_path), stepped(0)).load(2)
+        LocalState(settings_of(tmp_path), [stepped(0)]).load(2)
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +114,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local_state, "save_file", full)
-    state = LocalState(settings_of(tmp_path), stepped())
+    state = LocalState(settings_of(tmp_path), [stepped()])
     with pytest.warns(UserWarning, match="is not kept: .*No space left"):
         state.save(1)
     with warnings.catch_warnings():
@@ -100,7 +125,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path) -> None:
     """The newest, one more for each step under way, and those in the store's last two saved states."""
-    state = LocalState(settings_of(tmp_path, depth=2), stepped())
+    state = LocalState(settings_of(tmp_path, depth=2), [stepped()])
     for pushes in range(1, 21):
         state.save(pushes)
         state.save_residual(pushes, np.zeros(3, np.float32))
@@ -118,11 +143,11 @@ def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path) -> None:
 
 def test_the_next_process_keeps_what_was_saved(tmp_path: Path) -> None:
     """Until it knows better: of what is older than the newest files only the saved ones are there."""
-    before = LocalState(settings_of(tmp_path), stepped())
+    before = LocalState(settings_of(tmp_path), [stepped()])
     for pushes in range(1, 11):
         before.save(pushes)
         before.remove_old(pushes, 3 if pushes < 7 else 6)
-    after = LocalState(settings_of(tmp_path), stepped(0))
+    after = LocalState(settings_of(tmp_path), [stepped(0)])
     after.load(10)
     after.save(11)
     after.remove_old(11, 6)
@@ -130,11 +155,11 @@ def test_the_next_process_keeps_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_residual_of_exactly_so_many_pushes(tmp_path: Path) -> None:
-    state, values = LocalState(settings_of(tmp_path), stepped()), np.arange(4, dtype=np.float32)
+    state, values = LocalState(settings_of(tmp_path), [stepped()]), np.arange(4, dtype=np.float32)
     state.save_residual(3, values)
-    assert np.array_equal(LocalState(settings_of(tmp_path), stepped()).residual(3), values)
+    assert np.array_equal(LocalState(settings_of(tmp_path), [stepped()]).residual(3), values)
     with pytest.warns(UserWarning, match="after 2 pushes: its error feedback begins anew"):
-        assert LocalState(settings_of(tmp_path), stepped()).residual(2) is None
+        assert LocalState(settings_of(tmp_path), [stepped()]).residual(2) is None
     (tmp_path / "local" / "residual-0-000000003.safetensors").write_bytes(b"half")
     with pytest.raises(InputError, match="expected a residual"):
         state.residual(3)

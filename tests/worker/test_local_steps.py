@@ -50,6 +50,27 @@ INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 pytestmark = pytest.mark.usefixtures("shm")
 
 
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the rest."""
+    parts = [[p for p in model.parameters() if (p.ndim == 2) is flat] for flat in (True, False)]
+    return [torch.optim.Muon(parts[0], lr=0.01), torch.optim.AdamW(parts[1], lr=0.01)]
+
+
+class Together:
+    """Several optimizers as one, for a loop of plain torch."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
 def whole(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
     """The outer optimizer that takes a pseudo-gradient as it is."""
     return torch.optim.SGD(model.parameters(), lr=lr)
@@ -69,6 +90,46 @@ def test_one_worker_takes_the_steps_of_plain_torch(kind: str) -> None:
         assert worker.store.status().samples_assigned == 3 * SAMPLES
     train_alone(rival, INNER[kind](rival), 5)
     assert distance(model, rival) < 10 * RELATIVE
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "policy": "asp"}, {"policy": "saps"}])
+def test_several_optimizers_share_the_parameters(options: dict[str, Any]) -> None:
+    model, rival = make_model(), make_model()
+    with alone(**options) as worker:
+        worker.attach(model, muon(model), local_steps=4, outer=whole(model), merges=2)
+        assert train(worker, model) == 36
+        assert worker.steps == 9
+    train_alone(rival, Together(muon(rival)), 5)  # type: ignore[arg-type]
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+def test_a_schedule_of_each_of_several_optimizers(worker: Worker) -> None:
+    model = make_model()
+    optimizers = muon(model)
+    halved = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in optimizers]
+    worker.attach(model, optimizers, local_steps=3, scheduler=halved)
+    train(worker, model)
+    rates = [one.param_groups[0]["lr"] for one in optimizers]
+    assert rates == [0.01 * 0.5 ** worker.position.global_batches] * 2
+    assert rates[0] < 0.01
+
+
+def test_several_optimizers_that_cannot_work_are_refused(worker: Worker) -> None:
+    model, other = make_model(), make_model()
+    first = next(model.parameters())
+    cases: list[tuple[Any, str]] = [
+        ([], "optimizer: found 0 of them; expected one"),
+        ([*muon(model), torch.optim.SGD([first])], "optimizer: found 0.weight in two optimizers"),
+        ([torch.optim.LBFGS(model.parameters())], "optimizer: found LBFGS, which needs a closure"),
+        ((p for p in muon(model)), "optimizer: found generator; expected a torch.optim.Optimizer, or several"),
+        ([muon(model)[0], model], "optimizer: found Sequential; expected a torch.optim.Optimizer"),
+        ([muon(model)[0], muon(other)[1]], "that the model does not have"),
+    ]
+    for given, message in cases:
+        with pytest.raises(InputError, match=message):
+            worker.attach(model, given, local_steps=2)
+    with pytest.raises(InputError, match="2 of them: Muon, AdamW; expected one; with local steps one or more"):
+        worker.attach(model, muon(model))
 
 
 def test_each_local_step_is_clipped(worker: Worker) -> None:
@@ -249,7 +310,7 @@ def test_a_residual_is_kept_under_the_number_of_its_push() -> None:
     state.save_residual = lambda pushes, _: kept.append(pushes)
     state.residual = lambda _: None
     p = nn.Parameter(torch.zeros(3))
-    local = LocalSteps(torch.optim.SGD([p], lr=1.0), [p], 0.0, state, 7, overlaps=True)
+    local = LocalSteps((torch.optim.SGD([p], lr=1.0),), [p], 0.0, state, 7, overlaps=True)
     keeps: list[Callable[[int, Any], None]] = []
     store: Any = SimpleNamespace(servers=1, keep_residual=lambda _, keep: keeps.append(keep))
     local.keep_residual(store, Codec.INT8)
@@ -266,7 +327,7 @@ def test_a_worker_is_at_the_newest_parameters_and_what_they_do_not_have(seed: in
     """Local steps, pushes that travel, up to three of them, and arrivals in any order, in whole numbers."""
     draws = random.Random(seed)
     p = nn.Parameter(torch.zeros(3))
-    local = LocalSteps(torch.optim.SGD([p], lr=1.0), [p], 0.0, _NoState(), 0, overlaps=True)  # type: ignore[arg-type]
+    local = LocalSteps((torch.optim.SGD([p], lr=1.0),), [p], 0.0, _NoState(), 0, overlaps=True)  # type: ignore[arg-type]
     newest, own, under_way = torch.zeros(3), torch.zeros(3), deque[torch.Tensor]()
 
     def arrive() -> int:

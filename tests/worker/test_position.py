@@ -70,7 +70,7 @@ def test_a_schedule_at_any_position_has_torchs_bits(name: str) -> None:
         warnings.simplefilter("error")
         for start in (0, 1, 8, 9, 10, 33):
             optimizer = sgd()
-            schedule = RunSchedule(SCHEDULES[name](optimizer), optimizer)
+            schedule = RunSchedule(SCHEDULES[name](optimizer), [optimizer])
             for position in (start, start, start + 1, start - 1, start + 5):
                 schedule.follow(at(max(position, 0)))
                 furthest = max(start, position, start + (position >= start + 1 or position == start - 1))
@@ -79,7 +79,7 @@ def test_a_schedule_at_any_position_has_torchs_bits(name: str) -> None:
 
 def test_epochs_are_counted_from_the_data_set() -> None:
     optimizer = sgd()
-    schedule = RunSchedule(schedulers.MultiStepLR(optimizer, [2, 3]), optimizer, "epoch")
+    schedule = RunSchedule(schedulers.MultiStepLR(optimizer, [2, 3]), [optimizer], "epoch")
     for position, rate in ((0, 0.1), (9, 0.1), (10, 0.01), (15, 0.001)):
         schedule.follow(at(position))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -98,20 +98,20 @@ def test_what_cannot_follow_a_position_is_refused() -> None:
     ]
     for given, message in cases:
         with pytest.raises(InputError, match=message):
-            RunSchedule(given, optimizer)
+            RunSchedule(given, [optimizer])
     with pytest.raises(InputError, match="last_epoch 1"):
-        RunSchedule(stepped, other)
+        RunSchedule(stepped, [other])
     with pytest.raises(InputError, match="'batch' or 'epoch'"):
-        RunSchedule(None, optimizer, "week")  # type: ignore[arg-type]
+        RunSchedule(None, [optimizer], "week")  # type: ignore[arg-type]
 
 
 def test_a_schedule_that_is_too_short_or_stepped_twice_is_refused() -> None:
     optimizer = sgd()
-    short = RunSchedule(schedulers.OneCycleLR(optimizer, 0.1, 5), optimizer)
+    short = RunSchedule(schedulers.OneCycleLR(optimizer, 0.1, 5), [optimizer])
     with pytest.raises(InputError, match="OneCycleLR: Tried to step"):
         short.follow(at(6))
     mine = schedulers.StepLR(optimizer, 3)
-    schedule = RunSchedule(mine, optimizer)
+    schedule = RunSchedule(mine, [optimizer])
     schedule.follow(at(2))
     mine.step()
     with pytest.raises(InputError, match=r"a call of scheduler.step\(\)"):
