@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from numpy.typing import NDArray
 
-from pyps.checkpoint.local_states import is_local
+from pyps.checkpoint.local_states import is_local, without_moments
 from pyps.checkpoint.tensors import (
     Tensors,
     copy_file,
@@ -267,7 +267,7 @@ def write_weights(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     tensors = {name: values for file in files.values() for name, values in file.items()}
     try:
         names = _model_names(checkpoint.state)
-        weights = {name: tensors[stored].reshape(shape) for name, (stored, shape) in names.items()}
+        weights = {n: tensors[stored].reshape(shape) for n, (stored, shape) in without_moments(names).items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise InputError(str(path / MANIFEST), "state", repr(error), "a model's tensors") from None
     written: dict[str, NDArray[Any]] = weights

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 FOLDER = "local"  # in a run's folder
+MOMENT = "workers' optimizers: "  # so begin names of what is no part of the model
+Tensor = TypeVar("Tensor")
 NAME = re.compile(r"rank-(\d+)-(\d+)\.safetensors")
 
 
@@ -36,6 +38,16 @@ def residual_file(run_dir: Path, rank: int, pushes: int) -> Path:
 def checkpoint_residual(rank: int) -> str:
     """The name of that file in a checkpoint."""
     return f"local-{rank}-residual.safetensors"
+
+
+def moment_name(parameter: str, key: str) -> str:
+    """In a store: the name of that tensor of the state of workers' own optimizers, averaged over them."""
+    return f"{MOMENT}{key} of {parameter}"
+
+
+def without_moments(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's part of a store's tensors, by name."""
+    return {name: values for name, values in tensors.items() if not name.startswith(MOMENT)}
 
 
 def is_local(name: str) -> bool:

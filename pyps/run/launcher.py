@@ -19,6 +19,7 @@ from typing import IO, Literal, Self
 
 from pyps import native
 from pyps.checkpoint.folder import MODEL
+from pyps.checkpoint.local_states import without_moments
 from pyps.checkpoint.tensors import write_whole
 from pyps.errors import (
     InputError,
@@ -191,7 +192,7 @@ class Launcher:
                 self._on_tick(state)
             self._save_last(math.inf)
             try:
-                write_whole(self.spec.run_dir / MODEL, store.snapshot().tensors)
+                write_whole(self.spec.run_dir / MODEL, without_moments(store.snapshot().tensors))
             except InputError as full:
                 raise TrainingFailed(f"trained to the end, but the model is not written: {full}") from None
             return True

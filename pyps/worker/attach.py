@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pyps.checkpoint.folder import newest_checkpoint
+from pyps.checkpoint.local_states import without_moments
 from pyps.checkpoint.state import Saved
 from pyps.checkpoint.state import load as load_checkpoint
 from pyps.errors import InputError, NotReady, SegmentExists, SegmentNotFound, ShardLost
@@ -32,7 +33,7 @@ from pyps.remote.address import is_address, is_sharded
 from pyps.store.creation import kept_as
 from pyps.store.store import Store
 from pyps.worker.agreement import agreement_of
-from pyps.worker.averages import DTYPES, AveragedBuffer, find_buffers, put
+from pyps.worker.averages import DTYPES, Averaged, find_buffers, put
 from pyps.worker.settings import Settings
 
 KINDS = {
@@ -63,7 +64,7 @@ class Attachment:
     kind: Optimizer
     groups: tuple[int, ...]  # store group -> index into optimizer.param_groups
     optimizer: torch.optim.Optimizer
-    buffers: tuple[tuple[AveragedBuffer, ...], ...] = ()  # groups after those
+    buffers: tuple[tuple[Averaged, ...], ...] = ()  # groups after those
     clip_norm: float = 0.0  # 0: no clipping
     master: str | None = None  # how a new store keeps parameters; None: as its state says
 
@@ -339,10 +340,11 @@ def load_parameters(source: Store | Snapshot, model: nn.Module) -> int:
     """
     snapshot = source.snapshot() if isinstance(source, Store) else source
     targets: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    for name, values in snapshot.tensors.items():
+    tensors = without_moments(snapshot.tensors)
+    for name, values in tensors.items():
         found = list(targets[name].shape) if name in targets else "nothing"
         if found != list(values.shape):
             raise InputError("load_parameters", name, f"{found} in the model", f"shape {list(values.shape)}")
-    for name, values in snapshot.tensors.items():
+    for name, values in tensors.items():
         put(targets[name], torch.from_numpy(values))
     return snapshot.version

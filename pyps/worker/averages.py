@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -121,6 +121,25 @@ def _is_averaged(buffer: AveragedBuffer, value: torch.Tensor) -> bool:
     return bool(torch.isfinite(value).all())
 
 
+class Averaged(Protocol):
+    """What BufferGroup needs of one: an AveragedBuffer, or a Moment of a worker's optimizer."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def pace(self) -> BufferPace: ...
+
+    @property
+    def value(self) -> torch.Tensor: ...
+
+    @property
+    def counts(self) -> bool: ...
+
+
 class BufferGroup:
     """Averaged buffers of one pace, and their range of the flat vector.
 
@@ -128,7 +147,7 @@ class BufferGroup:
     """
 
     def __init__(
-        self, buffers: tuple[AveragedBuffer, ...], places: dict[str, Tensor], device: torch.device
+        self, buffers: tuple[Averaged, ...], places: dict[str, Tensor], device: torch.device
     ) -> None:
         self.pace = buffers[0].pace
         self._buffers, self._device = buffers, device
@@ -180,7 +199,7 @@ class BufferBinding:
 
     def __init__(
         self,
-        groups: tuple[tuple[AveragedBuffer, ...], ...],
+        groups: tuple[tuple[Averaged, ...], ...],
         places: dict[str, Tensor],
         device: torch.device,
     ) -> None:

@@ -42,13 +42,9 @@ from pyps.worker.checks import DivergenceCheck, shorten_tracebacks
 from pyps.worker.epochs import Epochs, OnEpoch
 from pyps.worker.feed import BatchFeed
 from pyps.worker.loader import LoaderOptions, RoundForecast
-from pyps.worker.local_steps import (
-    LocalStepsArgument,
-    local_steps_of,
-    stored_optimizer,
-    with_local_steps,
-)
+from pyps.worker.local_steps import LocalStepsArgument, local_steps_of, stored_optimizer, with_local_steps
 from pyps.worker.mode import ModeOptions
+from pyps.worker.moments import with_moments
 from pyps.worker.optimizer import OptimizerArgument, as_optimizers
 from pyps.worker.position import (
     RunPosition,
@@ -172,6 +168,7 @@ class Worker:
         local_steps: LocalStepsArgument = "plan",
         outer: torch.optim.Optimizer | None = None,
         merges: int = 0,
+        average_moments: bool = False,
         master: str | None = None,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
@@ -190,11 +187,13 @@ class Worker:
         optimizer for these differences; None: SGD with lr 1, so that the store gets the mean of the workers'
         parameters. merges: how often the worker pulls between two pushes, and goes on from there with the
         local steps that it has taken; without effect where workers wait for rounds, take turns, or have a
-        pipeline. master: how a new store keeps the parameters, "f32" or "bf16" (as in Store.create); None: as
-        the checkpoint says, else "f32". resume: a checkpoint, or a folder of which the newest is taken, that
-        a new store goes on from in place of the model's parameters; under `pyps run`, its --resume. timeout:
-        seconds to wait for rank 0. Raises InputError for a model, optimizer or scheduler that cannot be used
-        here, StoreError if rank 0 does not create the store.
+        pipeline. average_moments: the moments of SGD, Adam, AdamW or Muon are averaged over the workers, as
+        the parameters are: as many values more each way, in fp32. master: how a new store keeps the parameters,
+        "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a checkpoint,
+        or a folder of which the newest is taken, that a new store goes on from in place of the model's
+        parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for
+        a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the
+        store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
@@ -207,6 +206,8 @@ class Worker:
         chosen = as_optimizers(optimizer, model, is_local=is_local)
         stored = stored_optimizer(chosen, outer, settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
+        if average_moments:
+            attachment = with_moments(attachment, chosen, settings)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
         self.settings = settings
         if resume is not None:

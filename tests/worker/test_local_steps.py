@@ -30,7 +30,7 @@ from worker_tools import (
     train_alone,
 )
 
-from pyps import Hyper, Store
+from pyps import Hyper, Store, load_parameters
 from pyps.errors import Diverged, InputError
 from pyps.native.values import Codec
 from pyps.step.machine import even_steps
@@ -502,3 +502,85 @@ def test_misuse_is_refused(worker: Worker, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         worker.attach(model, INNER["adamw"](model), local_steps=2)
+
+
+def averaged(workers: int, count: int, kind: Callable[[nn.Module], Any]) -> list[list[torch.optim.Optimizer]]:
+    """Of workers after rounds whose moments are averaged; they take `count` steps, twice that ... of 2 each."""
+    models = [make_model() for _ in range(workers)]
+    optimizers = [kind(model) for model in models]
+    batches = [2 * (k + 1) * count for k in range(workers)]
+
+    def body(rank: int) -> None:
+        with join("r", rank, batches=batches, samples=4 * sum(batches), seed=SEED) as worker:
+            worker.settings = replace(worker.settings, local_steps=count, micro_batch=2)
+            worker.attach(models[rank], optimizers[rank], average_moments=True)
+            train(worker, models[rank])
+
+    run_threads(workers, body)
+    return optimizers
+
+
+@pytest.mark.parametrize("kind", [INNER["adamw"], INNER["momentum"], muon])
+def test_moments_are_averaged_with_the_parameters(kind: Callable[[nn.Module], Any]) -> None:
+    """At the end each worker has the same; Adam's counts too, of 4 rounds of 3 and of 6 steps."""
+    made = averaged(2, 3, lambda m: kind(m) if kind is muon else [kind(m)])
+    for one, two in zip(*made, strict=True):
+        first, second = (o.state_dict()["state"] for o in (one, two))
+        assert first.keys() == second.keys()
+        for place, state in first.items():
+            assert state.keys() == second[place].keys()
+            for key, value in state.items():
+                assert torch.equal(value, second[place][key])
+                assert value.abs().max() > 0
+                if key == "step":
+                    assert float(value) == pytest.approx(4 * (3 * 1 / 3 + 6 * 2 / 3))
+
+
+def test_averaged_moments_are_the_mean_by_samples() -> None:
+    """After one round, of each worker's own: 2 and 4 of 6 samples."""
+    torch.manual_seed(0)
+    models = [make_model() for _ in range(3)]
+    optimizers = [INNER["adamw"](model) for model in models]
+    own: dict[int, torch.Tensor] = {}
+
+    def body(rank: int) -> None:
+        with join("r", rank, batches=[2, 4], samples=6, seed=SEED) as worker:
+            worker.settings = replace(worker.settings, local_steps=1, micro_batch=2)
+            worker.attach(models[rank], optimizers[rank], average_moments=True)
+            for x, y in worker.batches((X, Y)):
+                backward(loss_of(models[rank], x, y))
+                optimizers[rank].register_step_post_hook(
+                    lambda o, *_: own.update({rank: next(iter(o.state.values()))["exp_avg"].clone()})
+                )
+                worker.step()
+
+    run_threads(2, body)
+    found = next(iter(optimizers[0].state.values()))["exp_avg"]
+    torch.testing.assert_close(found, own[0] / 3 + own[1] * 2 / 3)
+
+
+def test_one_worker_that_averages_takes_the_steps_of_plain_torch() -> None:
+    model, rival = make_model(), make_model()
+    with alone() as worker:
+        worker.attach(model, muon(model), local_steps=4, outer=whole(model), average_moments=True)
+        train(worker, model)
+        target = make_model()
+        load_parameters(worker.store, target)
+        assert distance(target, model) == 0.0
+    train_alone(rival, Together(muon(rival)), 5)  # type: ignore[arg-type]
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+def test_moments_that_cannot_be_averaged_are_refused(worker: Worker) -> None:
+    model = make_model()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (INNER["adamw"](model), {}, "average_moments: found True without local steps"),
+        (INNER["rmsprop"](model), {"local_steps": 2}, "average_moments: found RMSprop; expected SGD, Adam"),
+        (INNER["amsgrad"](model), {"local_steps": 2}, "average_moments: found Adam with amsgrad"),
+        (whole(model), {"local_steps": 2}, "average_moments: found optimizers without moments"),
+    ]
+    for given, options, message in cases:
+        with pytest.raises(InputError, match=message):
+            worker.attach(model, given, average_moments=True, **options)
+    with alone(pipeline=2, policy="asp") as deep, pytest.raises(InputError, match="found True in a pipeline"):
+        deep.attach(model, INNER["adamw"](model), average_moments=True, local_steps=2)
