@@ -188,12 +188,12 @@ class Worker:
         parameters. merges: how often the worker pulls between two pushes, and goes on from there with the
         local steps that it has taken; without effect where workers wait for rounds, take turns, or have a
         pipeline. average_moments: the moments of SGD, Adam, AdamW or Muon are averaged over the workers, as
-        the parameters are: as many values more each way, in fp32. master: how a new store keeps the parameters,
-        "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a checkpoint,
-        or a folder of which the newest is taken, that a new store goes on from in place of the model's
-        parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for
-        a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the
-        store.
+        the parameters are: as many values more each way, in fp32. master: how a new store keeps the
+        parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a
+        checkpoint, or a folder of which the newest is taken, that a new store goes on from in place of the
+        model's parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises
+        InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not
+        create the store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
