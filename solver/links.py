@@ -35,16 +35,17 @@ class LinkCost:
     """One way: seconds of an empty message, and seconds of the model's parameters on the wire at 32 bits.
 
     duplex: several transfers travel at once, and pushes do not delay pulls. Otherwise one transfer follows
-    the other.
+    the other. averaged_seconds: of what travels with the parameters at 32 bits, however these are encoded.
     """
 
     latency_seconds: float
     model_seconds: float
     duplex: bool = True
+    averaged_seconds: float = 0.0
 
     def one_way_seconds(self, bits: Bits) -> float:
         """Seconds for which a message occupies the link in its direction."""
-        return self.model_seconds * WIRE_BYTES[bits] / WIRE_BYTES[32]
+        return self.model_seconds * WIRE_BYTES[bits] / WIRE_BYTES[32] + self.averaged_seconds
 
     def wire_seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds that one push and then one pull spend on the link, without latency."""
@@ -58,7 +59,7 @@ class LinkCost:
 
     def at_bits(self, push: Bits, pull: Bits) -> LinkCost:
         """A link on which 32 bits take as long as these do here."""
-        return replace(self, model_seconds=self.wire_seconds(push, pull) / 2)
+        return replace(self, model_seconds=self.wire_seconds(push, pull) / 2 - self.averaged_seconds)
 
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds of a push followed by a pull of the whole model."""
@@ -91,8 +92,9 @@ def in_series(links: Sequence[LinkCost]) -> LinkCost | None:
     """One link that takes as long as all of these, one after another; None: there are none."""
     if not links:
         return None
-    latency, model = (sum(getattr(x, name) for x in links) for name in ("latency_seconds", "model_seconds"))
-    return LinkCost(latency, model, all(x.duplex for x in links))
+    names = ("latency_seconds", "model_seconds", "averaged_seconds")
+    latency, model, averaged = (sum(getattr(x, name) for x in links) for name in names)
+    return LinkCost(latency, model, all(x.duplex for x in links), averaged)
 
 
 def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32) -> float:
@@ -106,15 +108,21 @@ def moved_parameters(parameters: int) -> int:
 
 
 def link_cost(
-    parameters: int | None, bandwidth: float | None, latency: float | None, duplex: bool = True
+    parameters: int | None,
+    bandwidth: float | None,
+    latency: float | None,
+    duplex: bool = True,
+    averaged: int = 0,
 ) -> LinkCost | None:
     """The cost of a link with this bandwidth each way, in bytes a second, and latency, in seconds.
 
+    averaged: fp32 values of each parameter that travel with it.
     Returns None if the number of parameters or the bandwidth is unknown; an unknown latency counts as 0.
     """
     if parameters is None or bandwidth is None:
         return None
-    return LinkCost(latency or 0.0, BYTES_PER_PARAMETER * moved_parameters(parameters) / bandwidth, duplex)
+    seconds = BYTES_PER_PARAMETER * moved_parameters(parameters) / bandwidth
+    return LinkCost(latency or 0.0, seconds, duplex, averaged * seconds)
 
 
 class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -362,6 +362,7 @@ def _run_mode(cluster: Cluster) -> RunMode:
         round_timeout=cluster.run.round_timeout,
         pipeline=cluster.run.depths[1] > 1,
         local_steps=cluster.run.local_steps,
+        average_moments=cluster.run.average_moments,
     )
 
 

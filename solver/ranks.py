@@ -47,6 +47,7 @@ class PlannedRank:
     A node is planned as one rank, with the group and profile of the whole (pyps.solver.units); `one` has
     those of a rank of it. quantile: plan for this quantile of its times; None: for the job's, if that names
     one. inside_seconds: in which a node's devices reduce their gradients among themselves.
+    averaged: fp32 values of each parameter that travel with it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PlannedRank:
     quantile: float | None = None
     one: tuple[WorkerGroup, Profile] | None = None
     inside_seconds: float = 0.0
+    averaged: int = 0
 
     @property
     def one_profile(self) -> Profile:
@@ -67,7 +69,7 @@ class PlannedRank:
         """The cost of its link to the store; None if the bandwidth or the model's size is unknown."""
         measured = self.profile.link if self.group.bandwidth is None else None
         duplex = measured is None or measured.via != STORE
-        return link_cost(self.profile.model.parameters, self.bandwidth, self.latency, duplex)
+        return link_cost(self.profile.model.parameters, self.bandwidth, self.latency, duplex, self.averaged)
 
     @property
     def bandwidth(self) -> float | None:
@@ -107,7 +109,14 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
         assert whole.fit is not None
-        rank = PlannedRank(group.name, node, whole, whole.fit, one=(group, profile))
+        rank = PlannedRank(
+            group.name,
+            node,
+            whole,
+            whole.fit,
+            one=(group, profile),
+            averaged=cluster.run.average_moments or 0,
+        )
         synchronised = cluster.sync is not None and cluster.sync.kind != "none"
         if group.ranks_each > 1 and synchronised and group.inside_bandwidth is not None:
             size = float(BYTES_PER_PARAMETER * _parameters(rank))
@@ -209,7 +218,10 @@ def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCo
     found = []
     for rank in ranks:
         shared = shared_links(cluster, rank.group)
-        links = [link_cost(_parameters(rank), x.bytes_per_second, x.latency_seconds) for x in shared]
+        links = [
+            link_cost(_parameters(rank), x.bytes_per_second, x.latency_seconds, averaged=rank.averaged)
+            for x in shared
+        ]
         found.append([link for link in links or [rank.link] if link is not None])
     return found
 
@@ -249,7 +261,7 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Work
             expected = "bytes a second, here, in [sync], or measured by pyps-profile link"
             raise InputError(rank.group.name, "bandwidth", "nothing", expected)
         latency.append(rank.latency if rank.latency is not None else given.latency)
-        bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2
+        bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2 + 4 * rank.averaged
         message.append(bytes_each_way * _parameters(rank) / bandwidth)
     flat = ranks[0].group.ranks_each == 1  # otherwise the shards are inside each node
     return Sync.of(
@@ -363,7 +375,9 @@ def _resources(
         ways = np.zeros((2, len(ranks)))
         if shared.bandwidth is not None:
             for k in np.flatnonzero(sharing).tolist():
-                if link := link_cost(_parameters(ranks[k]), shared.bandwidth, shared.latency):
+                if link := link_cost(
+                    _parameters(ranks[k]), shared.bandwidth, shared.latency, averaged=ranks[k].averaged
+                ):
                     ways[:, k] = [link.one_way_seconds(bits) for bits in bits_of(modes[k])]
         if overlaps and shared.bandwidth is not None:
             found += [Resource(shared.name, sharing, way, None, True) for way in ways]

@@ -108,7 +108,10 @@ def mode_text(plan: Plan, run: RunMode) -> str:
     depths = ", ".join(map(str, sorted({w.depth for w in workers})))
     text = f"{run.policy}; gradients {' and '.join(sorted(pushes))}, parameters {' and '.join(sorted(pulls))}"
     text = f"{text}; {depths} step{'s' * (depths != '1')} under way"
-    return text if run.local_steps is None else f"{text}; {run.local_steps} local steps on average"
+    if run.local_steps is None:
+        return text
+    moments = f", {run.average_moments} averaged with the parameters" if run.average_moments else ""
+    return f"{text}; {run.local_steps} local steps on average{moments}"
 
 
 def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:

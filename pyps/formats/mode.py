@@ -57,6 +57,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     depth: options.DepthOption | None = None
     accumulation: options.AccumulationOption | None = None
     local_steps: options.LocalStepsOption | None = None
+    average_moments: options.AverageMomentsOption | None = None
     round_timeout: options.RoundTimeoutOption | None = None
 
     @property
@@ -86,19 +87,24 @@ class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: as in `pyps run --policy`. pipeline: transfers overlap with compute, as deep as each worker's mode
     says; else steps follow one another. local_steps: steps
     of a worker's own optimizer between two pushes, on average; each worker takes its `accumulation`, of
-    micro_batch samples. null: none, the store steps with their gradients.
+    micro_batch samples. null: none, the store steps with their gradients. average_moments: so many moments of
+    each parameter travel with it each way, in fp32.
     """
 
     policy: Name
     round_timeout: Seconds | None = None
     pipeline: bool = False
     local_steps: options.LocalStepsOption | None = None
+    average_moments: options.AverageMomentsOption | None = None
 
 
 def check_run_table(where: str, run: RunTable) -> None:
     """Raises InputError, naming the file `where`, if keys of [run] contradict each other."""
     if run.local_steps is not None and (run.accumulation or 1) > 1:
         raise InputError(where, "run.accumulation", str(run.accumulation), "1 with local_steps")
+    if run.average_moments and (run.local_steps is None or run.depths[1] > 1):
+        expected = "0 in a pipeline" if run.local_steps else "0 without local_steps"
+        raise InputError(where, "run.average_moments", str(run.average_moments), expected)
     if run.depth is not None and run.pipeline is not None and run.pipeline != (run.depth > 1):
         expected = "at least 2 with pipeline = true" if run.pipeline else "1 with pipeline = false"
         raise InputError(where, "run.depth", str(run.depth), expected)

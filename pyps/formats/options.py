@@ -82,6 +82,15 @@ LocalStepsOption = Annotated[
         le=MAX_LOCAL_STEPS,
     ),
 ]
+AverageMomentsOption = Annotated[
+    int,
+    option(
+        "Moments of workers' own optimizers that are averaged with the parameters: Muon 1, Adam 2.",
+        text="COUNT",
+        ge=0,
+        le=2,
+    ),
+]
 MicroBatchOption = Annotated[
     int,
     option(

@@ -184,7 +184,8 @@ def _as_planned(
 ) -> SimWorker:
     """A worker with its batch, and the codecs and depth of the plan's mode."""
     most = planned.max_batch or 0
-    up, down = _byte_shares(plan.mode_of(planned))
+    averaged = (plan.run.average_moments or 0) if plan.run is not None else 0
+    up, down = (share + averaged for share in _byte_shares(plan.mode_of(planned)))
     return replace(
         worker,
         batch=batch,

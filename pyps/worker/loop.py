@@ -168,7 +168,7 @@ class Worker:
         local_steps: LocalStepsArgument = "plan",
         outer: torch.optim.Optimizer | None = None,
         merges: int = 0,
-        average_moments: bool = False,
+        average_moments: bool | None = None,
         master: str | None = None,
         resume: str | Path | None = None,
         timeout: float = ATTACH_TIMEOUT_SECONDS,
@@ -188,10 +188,10 @@ class Worker:
         parameters. merges: how often the worker pulls between two pushes, and goes on from there with the
         local steps that it has taken; without effect where workers wait for rounds, take turns, or have a
         pipeline. average_moments: the moments of SGD, Adam, AdamW or Muon are averaged over the workers, as
-        the parameters are: as many values more each way, in fp32. master: how a new store keeps the
-        parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a
-        checkpoint, or a folder of which the newest is taken, that a new store goes on from in place of the
-        model's parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises
+        the parameters are: as many values more each way, in fp32; None: as planned. master: how a new store
+        keeps the parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32".
+        resume: a checkpoint, or a folder of which the newest is taken, that a new store goes on from in place
+        of the model's parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises
         InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not
         create the store.
 
@@ -206,7 +206,7 @@ class Worker:
         chosen = as_optimizers(optimizer, model, is_local=is_local)
         stored = stored_optimizer(chosen, outer, settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
-        if average_moments:
+        if average_moments or (average_moments is None and settings.average_moments):
             attachment = with_moments(attachment, chosen, settings)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
         self.settings = settings

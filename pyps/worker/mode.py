@@ -6,7 +6,7 @@ steps at 32 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyps.errors import InputError
 from pyps.formats import Plan, PlanWorker, options
@@ -20,13 +20,14 @@ from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_n
 @dataclass(frozen=True)
 class RankMode:
     """One rank's codecs, its steps under way at once (1: no pipeline), and the run's local steps between two
-    pushes, on average (0: none).
+    pushes, on average (0: none), with the moments that are averaged.
     """
 
     push: Codec = Codec.F32
     pull: Codec = Codec.F32
     depth: int = 1
     local_steps: int = 0
+    average_moments: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def launched_mode(
         raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
     if depth > 1:
         check_pipeline(policy)
-    return RankMode(push, pull, depth, planned.local_steps)
+    return replace(planned, push=push, pull=pull, depth=depth)
 
 
 def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
@@ -89,11 +90,11 @@ def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
     """
     if plan is None or plan.run is None:
         return RankMode()
-    local_steps = plan.run.local_steps or 0
+    local = RankMode(local_steps=plan.run.local_steps or 0, average_moments=plan.run.average_moments or 0)
     if worker is None:
-        return RankMode(local_steps=local_steps)
+        return local
     mode = plan.mode_of(worker)
-    return RankMode(as_codec(mode.push_codec), as_codec(mode.pull_codec), mode.depth, local_steps)
+    return replace(local, push=as_codec(mode.push_codec), pull=as_codec(mode.pull_codec), depth=mode.depth)
 
 
 def _useful_depth(worker: PlanWorker | None) -> int:

@@ -71,6 +71,7 @@ class Settings:
     depth: steps under way; 1: one after another, 2: push and pull overlap with the next step's compute.
     local_steps: each micro-batch is a step of the worker's own optimizer; their number between two pushes,
         on average over the workers; 0: the store steps.
+    average_moments: of these optimizers, that are averaged as planned.
     allow_nonfinite: go on when the loss is not finite.
     schedule: the plan's turns, under a policy that takes turns.
     staging_buffers: of each worker, if this one creates the store: at least the depth of any.
@@ -93,6 +94,7 @@ class Settings:
     pull_codec: Codec = Codec.F32
     depth: int = 1
     local_steps: int = 0
+    average_moments: int = 0
     allow_nonfinite: bool = False
     staging_buffers: int = STAGING_BUFFERS
     throttle: ThrottleSpec | None = None
@@ -192,6 +194,7 @@ class Settings:
             pull_codec=mode.pull,
             depth=mode.depth,
             local_steps=mode.local_steps,
+            average_moments=mode.average_moments,
             staging_buffers=max(self.staging_buffers, mode.depth),
         )
 

@@ -105,6 +105,12 @@ def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -
     assert [worker.depth for worker in scenario_of(cluster).workers] == planned
 
 
+def test_averaged_moments_are_bytes_of_each_worker(cluster: Path) -> None:
+    """Two fp32 values more of each parameter, each way."""
+    cluster.write_text(CLUSTER + "[run]\nlocal_steps = 4\naverage_moments = 2\n")
+    assert [(w.up_share, w.down_share) for w in scenario_of(cluster).workers] == [(3.0, 3.0)] * 3
+
+
 def planned_run(cluster: Path, run: str) -> tuple[Path, Plan]:
     """A plan in the mode of `run`, which the cluster file then does not repeat."""
     links = "bandwidth = 2e7\nlatency = 0.01\n"

@@ -17,6 +17,7 @@ from pyps.formats.cluster import Job, Shared
 from pyps.formats.mode import Pace
 from pyps.formats.plan import check_plan
 from pyps.run.ranks import even_plan, with_split
+from pyps.solver.links import WIRE_BYTES, moved_parameters
 from pyps.solver.plan import make_plan
 
 SPEEDS = (1, 2, 3, 4)
@@ -100,6 +101,22 @@ def test_one_transfer_for_all_steps_of_a_round() -> None:
     assert abs(fast.predicted_seconds - far.predicted_seconds) <= 2 * 0.04
 
 
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_averaged_moments_take_their_time_on_a_link(moments: int) -> None:
+    """In fp32 both ways, however gradients are encoded."""
+    alike = profile(0.01, 0.0)
+    groups = [WorkerGroup(name="near", profile="p"), WorkerGroup(name="far", profile="p", bandwidth=1e8)]
+    run = RunTable(local_steps=10, codec="int8", average_moments=moments)
+    plan = make_plan(Cluster(job=Job(global_batch=8), worker=groups, run=run), [alike] * 2)
+    check_plan("plan.json", plan)
+    assert plan.run is not None
+    assert (plan.run.average_moments or 0) == moments
+    assert alike.model.parameters is not None
+    numbers = moved_parameters(alike.model.parameters)
+    each_way = [WIRE_BYTES[8] + 4 * moments, WIRE_BYTES[32] + 4 * moments]
+    assert plan.workers[1].link_seconds == pytest.approx(sum(each_way) * numbers / 1e8)
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_brute_force(data: st.DataObject) -> None:
@@ -169,6 +186,8 @@ def test_another_split_keeps_the_local_batch(split: list[int]) -> None:
     [
         ({"local_steps": 2, "accumulation": 2}, r"run\.accumulation: found 2; expected 1 with local_steps"),
         ({"local_steps": 0}, "local_steps"),
+        ({"average_moments": 1}, r"run\.average_moments: found 1; expected 0 without local_steps"),
+        ({"average_moments": 2, "local_steps": 3, "pipeline": True}, "found 2; expected 0 in a pipeline"),
     ],
 )
 def test_contradictions_are_refused(table: dict[str, int], message: str) -> None:

@@ -545,8 +545,8 @@ def test_averaged_moments_are_the_mean_by_samples() -> None:
 
     def body(rank: int) -> None:
         with join("r", rank, batches=[2, 4], samples=6, seed=SEED) as worker:
-            worker.settings = replace(worker.settings, local_steps=1, micro_batch=2)
-            worker.attach(models[rank], optimizers[rank], average_moments=True)
+            worker.settings = replace(worker.settings, local_steps=1, average_moments=2, micro_batch=2)
+            worker.attach(models[rank], optimizers[rank])  # as planned
             for x, y in worker.batches((X, Y)):
                 backward(loss_of(models[rank], x, y))
                 optimizers[rank].register_step_post_hook(
