@@ -22,7 +22,7 @@ the policy's pace. A step is the time from one step of a worker to its next, if 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from pyps.formats import EvenSplit
 from pyps.formats.mode import ROUND, Pace
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, times
+from pyps.solver.motion import Trip, iteration_in_motion
 from pyps.solver.sync import Sync
 
 SAME = 0.02  # relative: which of two steps this close is the later one changes from round to round
@@ -64,7 +65,8 @@ class ConstrainedProblem:
     """A min-max problem, its synchronisation, the side constraints between workers, and the policy's pace.
 
     link_seconds: of each worker's transfers, apart from those that resources add to its cost; None: none.
-    ranks_each: among which each worker's batch is divided equally; None: each is one rank.
+    ranks_each: among which each worker's batch is divided equally; None: each is one rank. trips: of each
+    worker, where some share a link.
     """
 
     problem: Problem
@@ -75,6 +77,7 @@ class ConstrainedProblem:
     pace: Pace = ROUND
     link_seconds: Floats | None = None
     ranks_each: Ints | None = None
+    trips: tuple[Trip, ...] = ()
 
     @property
     def has_side_constraints(self) -> bool:
@@ -119,7 +122,7 @@ class ConstrainedSolution:
     link_seconds covers a worker's own link and its shared links. step_seconds: from one step to the next, of
     a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
     or a host's preparation if these take longer, plus sync_seconds, which the synchronisation adds to it.
-    iteration_seconds: of a global batch at the policy's pace.
+    iteration_seconds: of a global batch at the policy's pace. meets: by transfers followed over shared links.
     """
 
     batches: Ints
@@ -129,6 +132,7 @@ class ConstrainedSolution:
     sync_seconds: float
     longest_seconds: float
     iteration_seconds: float
+    meets: bool = False
 
 
 def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
@@ -154,6 +158,27 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     exposed = constrained.sync.exposed(longest, sync)
     seconds = iteration(constrained.pace, batches, steps, longest, busy) + exposed
     return ConstrainedSolution(batches, computing, links, steps, exposed, longest + exposed, seconds)
+
+
+def observed(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
+    """`evaluate`, but on shared links with the iteration that a run shows: transfers meet there more or less
+    than the bounds above say.
+    """
+    solution, pace = evaluate(constrained, batches), constrained.pace
+    used = np.flatnonzero(batches > 0)
+    trips = [constrained.trips[k] for k in used] if constrained.trips else []
+    links = [trip.link for trip in trips]
+    if len(set(links)) == len(links) or pace.kind == "turns" or pace.spare:
+        return solution
+    seconds = iteration_in_motion(pace.kind, batches[used].tolist(), solution.seconds[used].tolist(), trips)
+    if seconds is None:
+        return solution
+    hosts = [
+        int(batches[one.workers].sum()) / one.samples_per_second
+        for one in constrained.resources
+        if one.samples_per_second is not None
+    ]
+    return replace(solution, iteration_seconds=max([seconds, *hosts]), meets=True)
 
 
 def iteration(pace: Pace, batches: Ints, steps: Floats, longest: float, busy: Sequence[Floats]) -> float:
@@ -223,7 +248,7 @@ def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]
     batch = even_units(constrained)
     within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)
     within &= batch <= problem.costs.last_batch(problem.max_batch)
-    solution = evaluate(constrained, batch)
+    solution = observed(constrained, batch)
     seconds = solution.step_seconds.tolist()
     kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
     if not (within.all() and kept):

@@ -22,6 +22,7 @@ from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
 
 SAME = 1 + 1e-12  # relative: the rounding error allowed in a step
+MEETING = 1.005  # relative: on a shared link, what a shallower pipeline may cost
 PLANNED_ERROR = 0.01  # the error budget where bits are planned and the cluster file states none: 8 bits
 DEFAULT_POLICY = "bsp"
 
@@ -115,7 +116,8 @@ def most_exact(
     without a link, next to others with one, transfers nothing.
 
     links: that each worker's transfers cross. solution: of the fastest choices. valued: the same batches with
-    other choices, by rank.
+    other choices, by rank. Where transfers meet on a shared link, a shallow pipeline may be slower than each
+    worker's own step says: then all are deeper.
     """
     options, fastest = mode.options(), mode.fastest
     if options == [fastest] or not any(links):
@@ -123,19 +125,20 @@ def most_exact(
     waits = mode.pace.kind != "free" and not mode.pace.spare
     longest = solution.longest_seconds - solution.sync_seconds
     for most_bytes in sorted({_wire_bytes(option) for option in options}, reverse=True):
-        fitting = [option for option in options if _wire_bytes(option) <= most_bytes]
-        chosen = []
-        for k, crossed in enumerate(links):
-            limit = longest if waits else float(solution.step_seconds[k])
-            compute = float(solution.seconds[k])
-            within = (o for o in fitting if _step(compute, crossed, o) <= limit * SAME)
-            chosen.append(next(within, fastest) if solution.batches[k] > 0 else fastest)
-        found = valued(chosen)
-        if (
-            found.iteration_seconds <= solution.iteration_seconds * SAME
-            and found.longest_seconds <= solution.longest_seconds * SAME
-        ):
-            return chosen
+        for depth in range(mode.depths[0], mode.depths[1] + 1 if solution.meets else mode.depths[0] + 1):
+            fitting = [o for o in options if _wire_bytes(o) <= most_bytes and o.depth >= depth]
+            chosen = []
+            for k, crossed in enumerate(links):
+                limit = longest if waits else float(solution.step_seconds[k])
+                compute = float(solution.seconds[k])
+                within = (o for o in fitting if _step(compute, crossed, o) <= limit * SAME)
+                chosen.append(next(within, fastest) if solution.batches[k] > 0 else fastest)
+            found = valued(chosen)
+            if (
+                found.iteration_seconds <= solution.iteration_seconds * (MEETING if solution.meets else SAME)
+                and found.longest_seconds <= solution.longest_seconds * SAME
+            ):
+                return chosen
     return [fastest] * len(links)
 
 

@@ -34,7 +34,7 @@ from pyps.formats import (
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.accumulate import best_size
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate, even_split, even_units
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_split, even_units, observed
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.links import LinkCost, in_series
@@ -91,7 +91,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
         raise Infeasible(error.reason, _with_micro_batches(cluster, ranks, pace, error.nearest)) from None
     modes = _modes(cluster, ranks, pace, solution)
     constrained = planning_problem(cluster, ranks, pace, modes)
-    plan = plan_of(cluster, ranks, constrained, evaluate(constrained, solution.batches), modes)
+    plan = plan_of(cluster, ranks, constrained, observed(constrained, solution.batches), modes)
     return plan if cluster.job.quantile is None else _with_noise(cluster, ranks, plan, pace, modes)
 
 
@@ -157,15 +157,15 @@ def _fastest_solution(
     or the one for serial rounds at 32 bits, instead, if samples pass faster with it; not with local steps,
     which learn the less the later the slowest worker's are.
     """
-    joint = solve_within_limits(cluster, ranks, constrained)
+    joint = observed(constrained, solve_within_limits(cluster, ranks, constrained).batches)
     if constrained.minimises_iteration or cluster.run.local_steps is not None:
         return joint
     found, serial = [joint], msgspec.structs.replace(cluster, run=RunTable())
     with contextlib.suppress(Infeasible):
         batches = solve_within_limits(serial, ranks, planning_problem(serial, ranks)).batches
-        found.append(evaluate(constrained, batches))
+        found.append(observed(constrained, batches))
     if even_split(constrained)[0].feasible:
-        found.append(evaluate(constrained, even_units(constrained)))
+        found.append(observed(constrained, even_units(constrained)))
     return min(found, key=lambda solution: solution.iteration_seconds)
 
 
@@ -175,7 +175,7 @@ def _modes(
     """Each rank's codecs and depth: the most exact and shallowest with which the solution is as fast."""
 
     def valued(modes: Sequence[WorkerMode]) -> ConstrainedSolution:
-        return evaluate(planning_problem(cluster, ranks, pace, modes), solution.batches)
+        return observed(planning_problem(cluster, ranks, pace, modes), solution.batches)
 
     return most_exact(mode_of(cluster, pace), links_of(cluster, ranks), solution, valued)
 

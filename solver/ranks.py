@@ -33,6 +33,7 @@ from pyps.solver.links import (
 )
 from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
+from pyps.solver.motion import Trip
 from pyps.solver.sync import Sync
 from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
 
@@ -354,7 +355,30 @@ def _with_transfers(
         overlap=np.array(least) if any(least) else None,
     )
     problem = replace(constrained.problem, costs=costs)
-    return replace(constrained, problem=problem, resources=tuple(resources), link_seconds=own)
+    trips = _trips(cluster, links, ranks, modes) if on_shared.any() else ()
+    return replace(constrained, problem=problem, resources=tuple(resources), link_seconds=own, trips=trips)
+
+
+def _trips(
+    cluster: Cluster,
+    links: Sequence[Sequence[LinkCost]],
+    ranks: Sequence[PlannedRank],
+    modes: Sequence[WorkerMode],
+) -> tuple[Trip, ...]:
+    """Every rank's transfers; none where one crosses several shared links. links: that each crosses."""
+    found, names = [], dict[str, int]()
+    for k, (crossed, rank, mode) in enumerate(zip(links, ranks, modes, strict=True)):
+        if len(crossed) > 1:
+            return ()
+        link = crossed[0] if crossed else LinkCost(0.0, 0.0)
+        push, pull = bits_of(mode)
+        up, down, latency = link.one_way_seconds(push), link.one_way_seconds(pull), link.latency_seconds
+        if not link.duplex:  # one transfer follows the other
+            up, down, latency = link.seconds(push, pull), 0.0, 0.0
+        shared = [one.shared for one in shared_links(cluster, rank.group)]
+        number = names.setdefault(shared[0], len(ranks) + len(names)) if shared else k
+        found.append(Trip(number, up, down, latency, mode.depth))
+    return tuple(found)
 
 
 def _resources(

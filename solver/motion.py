@@ -1,0 +1,199 @@
+"""How long an iteration takes where workers share a link: their transfers followed event by event.
+
+How far transfers over one link meet depends on when each worker sends, and that on how long its others took:
+no formula says it. So a few rounds are gone through. Messages on a link divide its bandwidth evenly, each
+way by itself (pyps.solver.links); a worker's own follow one another; in a pipeline of depth d a worker
+computes, then waits until fewer than d - 1 of its transfers are under way, and sends. In rounds the store
+answers when all gradients are there, at a clock's pace when the slowest worker's last but few are, else at
+once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pyps.formats.mode import PaceKind
+
+WARM: dict[PaceKind, int] = {"round": 10, "clock": 100, "free": 10}  # steps of the slowest before it counts
+MEASURED = 40  # steps of the slowest that do
+AHEAD, AHEAD_PIPELINED = 1, 4  # steps, at a clock's pace; from a larger bound the same comes, but later
+MOST_EVENTS = 200_000  # about a second
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A worker's transfers. link: those with the same one share it. up_seconds, down_seconds: of a push and
+    a pull that are alone on it. latency_seconds: each way. depth: steps under way.
+    """
+
+    link: int
+    up_seconds: float
+    down_seconds: float
+    latency_seconds: float
+    depth: int
+
+
+@dataclass
+class _Way:
+    """One direction of a link. counter: seconds that each message here has had the link for itself."""
+
+    counter: float = 0.0
+    time: float = 0.0
+    ends: list[tuple[float, int]] = field(default_factory=list)  # counter at its end, worker
+    changes: int = 0
+
+    def advance(self, now: float) -> None:
+        if self.ends:
+            self.counter += (now - self.time) / len(self.ends)
+        self.time = now
+        self.changes += 1
+
+    def next_end(self) -> float:
+        return self.time + max(0.0, self.ends[0][0] - self.counter) * len(self.ends)
+
+
+@dataclass
+class _Worker:
+    """How many of its steps have been begun, computed, and passed each point of their way."""
+
+    begun: int = 0
+    computed: int = 0
+    left: int = 0  # the worker
+    sent: int = 0  # on their way up
+    pushed: int = 0
+    asked: int = 0  # that the store answers
+    answered: int = 0  # on their way down
+    landed: int = 0
+    times: list[float] = field(default_factory=list)  # at which its gradients reached the store
+
+
+UP, DOWN = 0, 1
+COMPUTED, READY, PASSED = range(3)
+
+
+class _Motion:
+    """The workers of a plan, in motion."""
+
+    def __init__(self, kind: PaceKind, compute: Sequence[float], trips: Sequence[Trip]) -> None:
+        self.compute, self.trips = compute, trips
+        self.steps = WARM[kind] + MEASURED
+        clock = [AHEAD if trip.depth == 1 else AHEAD_PIPELINED for trip in trips]
+        bounds: dict[PaceKind, list[float]] = {"round": [0] * len(trips), "clock": [*clock]}
+        self.ahead = bounds.get(kind, [math.inf] * len(trips))  # of the slowest, that the store answers
+        self.workers = [_Worker() for _ in trips]
+        self.ways = {(trip.link, way): _Way() for trip in trips for way in (UP, DOWN)}
+        self.events: list[tuple[float, int, int, int, int]] = []  # time, order, what, worker or link, more
+        self.order, self.now = 0, 0.0
+        self.closed: list[float] = []  # when each round's last gradient came
+
+    def run(self) -> None:
+        """Until the slowest worker has made its steps."""
+        for k in range(len(self.trips)):
+            self._go_on(k)
+        while self.order < MOST_EVENTS and len(self.closed) <= self.steps:
+            self.now, _, what, k, more = heapq.heappop(self.events)
+            if what == COMPUTED:
+                self.workers[k].computed += 1
+                self._go_on(k)
+            elif what == READY:
+                self._enter(k, more)
+            else:
+                self._passed(k, more)
+
+    def _at(self, time: float, what: int, k: int, more: int = 0) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (time, self.order, what, k, more))
+
+    def _go_on(self, k: int) -> None:
+        """Send what is computed, and compute the next step, if nothing is in the way."""
+        one, trip = self.workers[k], self.trips[k]
+        if one.computed > one.left and one.left - one.landed < max(1, trip.depth - 1):
+            one.left += 1
+            self._at(self.now + trip.latency_seconds, READY, k, UP)
+        if one.begun > one.left or one.begun - one.landed >= trip.depth:
+            return
+        one.begun += 1
+        self._at(self.now + self.compute[k], COMPUTED, k)
+
+    def _enter(self, k: int, way: int) -> None:
+        """A message has come to the link; it waits while an earlier one of this worker is on it."""
+        one, trip = self.workers[k], self.trips[k]
+        if way == UP:
+            ready, passed = one.sent + 1, one.pushed
+            one.sent = ready
+        else:
+            ready, passed = one.answered + 1, one.landed
+            one.answered = ready
+        if ready == passed + 1:
+            self._travel(k, way, trip)
+
+    def _travel(self, k: int, way: int, trip: Trip) -> None:
+        link = self.ways[trip.link, way]
+        link.advance(self.now)
+        seconds = trip.up_seconds if way == UP else trip.down_seconds
+        heapq.heappush(link.ends, (link.counter + seconds, k))
+        self._expect(trip.link, way)
+
+    def _expect(self, link: int, way: int) -> None:
+        one = self.ways[link, way]
+        if one.ends:
+            self._at(one.next_end(), PASSED, 2 * link + way, one.changes)
+
+    def _passed(self, number: int, changes: int) -> None:
+        """The first message on a way of a link has passed, unless others came or went since."""
+        link, way = divmod(number, 2)
+        found = self.ways[link, way]
+        if found.changes != changes:
+            return
+        found.advance(self.now)
+        end, k = heapq.heappop(found.ends)
+        found.counter = end
+        self._expect(link, way)
+        one, trip = self.workers[k], self.trips[k]
+        if way == UP:
+            one.pushed += 1
+            one.times.append(self.now)
+            if one.sent > one.pushed:
+                self._travel(k, UP, trip)
+            self._pushed(k)
+        else:
+            one.landed += 1
+            if one.answered > one.landed:
+                self._travel(k, DOWN, trip)
+            self._go_on(k)
+
+    def _pushed(self, k: int) -> None:
+        """A gradient has reached the store, which answers, or has the worker wait for others."""
+        least = min(one.pushed for one in self.workers)
+        closes = least > len(self.closed)
+        if closes:
+            self.closed.append(self.now)
+        for j in range(len(self.workers)) if closes else [k]:
+            one = self.workers[j]
+            while one.asked < one.pushed and one.asked + 1 - least <= self.ahead[j]:
+                one.asked += 1
+                self._at(self.now + self.trips[j].latency_seconds, READY, j, DOWN)
+
+
+def iteration_in_motion(
+    kind: PaceKind, batches: Sequence[int], compute: Sequence[float], trips: Sequence[Trip]
+) -> float | None:
+    """Seconds of an iteration, one global batch of samples, of workers in use; None: of too many workers.
+
+    kind: round, clock or free. batches, compute, trips: each worker's samples, seconds and transfers.
+    """
+    motion = _Motion(kind, compute, trips)
+    motion.run()
+    if len(motion.closed) <= motion.steps:
+        return None
+    begin, end = motion.closed[WARM[kind]], motion.closed[-1]
+    if kind != "free":
+        return (end - begin) / MEASURED
+    rate = 0.0
+    for batch, one in zip(batches, motion.workers, strict=True):
+        times = [time for time in one.times if begin <= time <= end]
+        rate += batch * (len(times) - 1) / (times[-1] - times[0])
+    return sum(batches) / rate

@@ -1,0 +1,88 @@
+"""Transfers that meet on a shared link: the planned iteration is the one of a run in virtual time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from planning_tools import profile
+
+from pyps.formats import Cluster, read_cluster, write_json
+from pyps.simulate import scenario_of, simulate
+from pyps.solver.motion import Trip, iteration_in_motion
+from pyps.solver.plan import make_plan
+from pyps.store.policies import policy_named
+
+MOVED = 4 * 4 * 32_768  # bytes of the chunks that the store moves for these profiles
+
+
+def test_a_worker_alone_takes_its_step() -> None:
+    for depth, seconds in ((1, 0.3), (2, 0.2), (3, 0.1)):
+        trip = Trip(0, 0.08, 0.08, 0.02, depth)
+        for kind in ("round", "clock", "free"):
+            found = iteration_in_motion(kind, [8], [0.1], [trip])  # type: ignore[arg-type]
+            assert found == pytest.approx(seconds)
+
+
+def test_two_workers_that_send_by_turns_do_not_meet() -> None:
+    """Free workers of unlike steps on one link: at most as fast as alone, at least as fast as in one line."""
+    trips = [Trip(0, 0.05, 0.05, 0.0, 1)] * 2
+    found = iteration_in_motion("free", [8, 8], [0.2, 0.37], trips)
+    alone = 16 / (8 / 0.3 + 8 / 0.47)
+    met = 16 / (8 / 0.4 + 8 / 0.57)
+    assert found is not None
+    assert alone <= found <= met
+
+
+def test_nothing_is_followed_that_is_too_long() -> None:
+    trips = [Trip(0, 1e-4, 1e-4, 0.0, 1)] * 3
+    assert iteration_in_motion("free", [1, 1, 1], [1e-4, 1e-4, 1e4], trips) is None
+    assert math.isfinite(iteration_in_motion("round", [1, 1, 1], [1e-4, 1e-4, 1e4], trips) or math.nan)
+
+
+SHARED = {"shares": ["rack"]}
+DEVICES = [profile(1e-3, 0.004), profile(2.2e-3, 0.01), profile(0.8e-3, 0.015)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth"),
+    [("bsp", 1), ("hps", 1), ("hps", 2), ("hps", 3), ("ssp", 2), ("asp", 1), ("asp", 2), ("asp", 3)],
+)
+@pytest.mark.parametrize(("seconds", "links"), [(0.01, [True] * 3), (0.025, [True, True, False])])
+def test_a_plan_is_as_fast_as_its_run(
+    policy: str, depth: int, seconds: float, links: list[bool], tmp_path: Path
+) -> None:
+    """seconds: of the model, one way over the link."""
+    text = f'[job]\nglobal_batch = 90\n[run]\npolicy = "{policy}"\ndepth = {depth}\n'
+    text += f'[[shared]]\nname = "rack"\nbandwidth = {MOVED / seconds}\nlatency = 0.001\n'
+    for k, (device, shares) in enumerate(zip(DEVICES, links, strict=True)):
+        write_json(tmp_path / f"p{k}.json", device)
+        text += f'[[worker]]\nname = "w{k}"\nprofile = "p{k}.json"\n'
+        text += 'shares = ["rack"]\n' if shares else ""
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    plan = make_plan(read_cluster(path), DEVICES, policy_named(policy).pace)
+    result = simulate(scenario_of(path), policy, iterations=150, pipeline=depth > 1)
+    assert plan.iteration_seconds == pytest.approx(result.iteration_seconds, rel=0.04)
+
+
+def test_a_pipeline_on_a_shared_link_is_deep_enough() -> None:
+    """At depth 2 the transfers of a round, which meet, do not fit into a step; at depth 3 they do."""
+    tables: dict[str, Any] = {
+        "job": {"global_batch": 90},
+        "worker": [{"name": f"w{k}", "profile": "p", **SHARED} for k in range(3)],
+        "shared": [{"name": "rack", "bandwidth": MOVED / 0.012}],
+        "run": {"policy": "hps", "pipeline": True},
+    }
+    pace = policy_named("hps").pace
+    chosen = make_plan(msgspec.convert(tables, Cluster), DEVICES, pace)
+    seconds = {}
+    for depth in (2, 3):
+        stated = tables | {"run": {"policy": "hps", "depth": depth}}
+        seconds[depth] = make_plan(msgspec.convert(stated, Cluster), DEVICES, pace).iteration_seconds
+    assert seconds[2] > 1.1 * seconds[3]
+    assert chosen.iteration_seconds <= seconds[3] * 1.01
+    assert all(worker.mode is not None and worker.mode.depth >= 3 for worker in chosen.workers)
