@@ -19,7 +19,7 @@ from pyps.formats.mode import PaceKind
 
 WARM: dict[PaceKind, int] = {"round": 10, "clock": 100, "free": 10}  # steps of the slowest before it counts
 MEASURED = 40  # steps of the slowest that do
-AHEAD, AHEAD_PIPELINED = 1, 4  # steps, at a clock's pace; from a larger bound the same comes, but later
+AHEAD, AHEAD_PIPELINED = 1, 3  # steps, at a clock's pace; from a larger bound the same comes, but later
 MOST_EVENTS = 200_000  # about a second
 
 

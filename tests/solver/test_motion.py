@@ -49,7 +49,7 @@ DEVICES = [profile(1e-3, 0.004), profile(2.2e-3, 0.01), profile(0.8e-3, 0.015)]
 
 @pytest.mark.parametrize(
     ("policy", "depth"),
-    [("bsp", 1), ("hps", 1), ("hps", 2), ("hps", 3), ("ssp", 2), ("asp", 1), ("asp", 2), ("asp", 3)],
+    [("bsp", 1), ("hps", 1), ("hps", 2), ("hps", 3), ("ssp", 3), ("asp", 1), ("asp", 2), ("asp", 3)],
 )
 @pytest.mark.parametrize(("seconds", "links"), [(0.01, [True] * 3), (0.025, [True, True, False])])
 def test_a_plan_is_as_fast_as_its_run(
