@@ -215,7 +215,9 @@ def uneven_loader(
     sampler of another number of micro-batches, for a loader without a batch size, and for a second one.
     """
     if run.sampler is not None:
-        raise InputError("prepare", "loader", "a second shuffled loader", "one; others without shuffling")
+        raise InputError(
+            "prepare", "loader", "a second shuffled loader", "one, prepared once; others without shuffling"
+        )
     sampler: Any = loader.batch_sampler
     if isinstance(sampler, UnevenBatchSampler):
         if sampler.accumulation != parts:

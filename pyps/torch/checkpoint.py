@@ -87,7 +87,7 @@ def save(
     tensors: dict[str, torch.Tensor] = {}
     common: dict[str, Any] = {
         "model": pack(_plain_module(model).state_dict(), "model", tensors),
-        "optimizer": None if optimizer is None else pack(optimizer.state_dict(), "optimizer", tensors),
+        "optimizer": pack(_optimizer_state(optimizer, group), "optimizer", tensors),
     }
     join_shared(common, tensors)
     if sampler is not None:
@@ -117,6 +117,20 @@ def save(
     # then, they cannot have it, and abort the process (torch 2.13).
     time.sleep(AFTER_COLLECTIVES_SECONDS)
     return written
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> Any:
+    """Its state; None without one. What a ZeroRedundancyOptimizer's ranks have apart, the first rank has
+    then, which writes it.
+    """
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)
+    if optimizer is None:
+        return None
+    if consolidate is not None:
+        consolidate(to=0)
+        if dist.get_rank(group) != 0:
+            return None
+    return optimizer.state_dict()
 
 
 def _states(

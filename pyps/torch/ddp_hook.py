@@ -32,7 +32,7 @@ from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
 from pyps.torch.rounds import Rounds
 from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
-from pyps.torch.weighting import as_float64, not_zero
+from pyps.torch.weighting import as_float64, not_zero, rows_of
 from pyps.worker.quantize import INT4, INT8
 
 if TYPE_CHECKING:
@@ -95,9 +95,12 @@ class DDPHook(WeightedHook):
         # DDP compares annotations with types; a lambda has none.
         ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
 
-    def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
-        """As in WeightedHook; only the last backward() reduces."""
+    def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+        """Only the last backward() reduces. With one number, a rank has no more passes than samples."""
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
+        rows = rows_of(batch)
+        if isinstance(parts, int) and 0 < rows < parts:  # the other ranks may have more
+            self._check_alike("accumulate", (rows, parts))
         return self._micro_batches.cut(batch, own)
 
     def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:

@@ -90,8 +90,8 @@ class FSDPHook(WeightedHook):
             if isinstance(module, UnevenSyncBatchNorm):
                 module.loss_weight = lambda: self.passes.loss_weight()
 
-    def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
-        """As in WeightedHook; with numbers by rank, parameters and gradients are whole during the round.
+    def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+        """With numbers by rank, parameters and gradients are whole during the round.
 
         With one number, a rank with fewer samples than parts repeats its first one, with weight 0.
         """

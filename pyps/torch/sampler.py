@@ -10,10 +10,11 @@ them can resume from it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
@@ -30,6 +31,7 @@ from pyps.torch.schedule import (
 from pyps.torch.weighting import warn_without_weights
 from pyps.worker.sampling import MAX_SEED, permutation
 
+OF_SAMPLES = BatchSampler.__iter__.__code__  # it makes batches of a sampler's samples
 TRAINED_ROUNDS = 100  # more than a DataLoader fetches ahead: by then some were trained
 
 
@@ -76,6 +78,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         return self
 
     @property
+    def batch_size(self) -> int:
+        """Samples of all ranks in one of a round's passes: libraries that know torch's BatchSampler ask."""
+        return self.global_batch // self.accumulation
+
+    @property
     def latest_split(self) -> Split:
         """The split that was decided last, current or still to come."""
         return self._planned[-1][1] if self._planned else self.split
@@ -102,9 +109,17 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         return self.rounds * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        caller = inspect.currentframe()
+        if caller is not None and caller.f_back is not None and caller.f_back.f_code is OF_SAMPLES:
+            raise InputError(
+                "DataLoader", "sampler", "an UnevenBatchSampler", "batch_sampler=, without batch_size"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
         self._pass_begins()
-        if self.drawn and self.drawn == self.rounds:
-            self.position = 0  # the same epoch again, from its first sample, even after a resumed part
+        if self.drawn:
+            self._begin_again()
         order = self._order()
         first = self.position
         self.drawn, self._round_samples, self._round_splits = 0, [], []
@@ -240,6 +255,15 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def _take_next(self) -> None:
         """The split of another B that was to come."""
         self.split, self._next = self._next or self.split, None
+
+    def _begin_again(self) -> None:
+        """Another pass over the same epoch, without set_epoch(): what was to hold from the last one's rounds
+        on, or from the next epoch's first, holds now. All ranks know the same of it between two passes.
+        """
+        if self.drawn == self.rounds:
+            self.position = 0  # from the first sample, even after a resumed part
+        now, next_one = (self.epoch, 0), (self.epoch + 1, 0)
+        self._planned = [(now if start <= next_one else start, split) for start, split in self._planned]
 
     def _order(self) -> Any:
         return permutation(self.seed, self.epoch, self.length) if self.shuffle else range(self.length)

@@ -42,7 +42,7 @@ class WeightedHook(ABC):
 
     group, device: of the ranks with samples of their own, and of the gradients. peers: the ranks with the
     same samples, such as a tensor-parallel group; None if there are none. passes: what was computed since the
-    last reduction. on_ready: functions called when
+    last reduction. on_forward: functions called before each forward pass that counts. on_ready: the same, when
     this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is not
     this rank's own. scaler: the GradScaler in use.
     """
@@ -65,6 +65,7 @@ class WeightedHook(ABC):
         self.group, self.device, self.reduction, self.scaler = group, device, reduction, scaler
         self._parameters = parameters_of(model)
         self.peers, self._compared = peers_of(self._parameters, group), False
+        self.on_forward: list[Callable[[], None]] = []
         self.on_ready: list[Callable[[], None]] = []
         self.waiting = Waiting(device)
         for layer in model.modules():
@@ -103,14 +104,16 @@ class WeightedHook(ABC):
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
         self.passes.set_weight(weight)
 
-    @abstractmethod
     def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """This rank's batch in micro-batches, for the loop that calls backward() for each.
 
         batch: tensors in tuples, lists and dicts, samples in the first dimension. parts: how many, or how
         many on each rank. Each loss is the plain mean over its micro-batch, however long that is. Raises
-        InputError for fewer than one part.
+        InputError for fewer than one part, and for unlike numbers where UnevenSyncBatchNorm waits in each.
         """
+        if not isinstance(parts, int):
+            self._check_alike("accumulate", parts)
+        return self._accumulate(batch, parts)
 
     def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
         """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
@@ -120,10 +123,14 @@ class WeightedHook(ABC):
         if self._sampler is None:
             raise InputError("rounds", "sampler", "None", "weighted_hook(model, sampler)")
         parts = self._sampler.accumulations
+        self._check_alike("rounds", parts)
+        return self._rounds(loader, parts)
+
+    def _check_alike(self, where: str, parts: Sequence[int]) -> None:
+        """Raise InputError where ranks would wait for a pass that does not come."""
         if len(set(parts)) > 1 and any(isinstance(m, UnevenSyncBatchNorm) for m in self._model.modules()):
             expected = "as many on every rank: UnevenSyncBatchNorm waits for all ranks in each"
-            raise InputError("rounds", "micro-batches", f"{parts}", expected)
-        return self._rounds(loader, parts)
+            raise InputError(where, "micro-batches", f"{tuple(parts)}", expected)
 
     @abstractmethod
     def watch_gradients(self) -> None:
@@ -155,6 +162,10 @@ class WeightedHook(ABC):
         """Go on from that."""
 
     @abstractmethod
+    def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+        """The passes of a round; as accumulate()."""
+
+    @abstractmethod
     def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
         """The passes of each round; parts: micro-batches by rank."""
 
@@ -165,6 +176,8 @@ class WeightedHook(ABC):
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if _suspended or not torch.is_grad_enabled():
             return
+        for observe in self.on_forward:
+            observe()
         self.lockstep.compare()
 
         def weight() -> Any:

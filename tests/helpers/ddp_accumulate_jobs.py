@@ -197,6 +197,8 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         lambda: hook.share(-1, 4),
         lambda: hook.share(5, 4),
         lambda: list(unlike.rounds([own])),
+        lambda: list(unlike.accumulate(own, [2, 1])),
+        lambda: list(unlike.accumulate(own, 8)),
     ):
         try:
             wrong()

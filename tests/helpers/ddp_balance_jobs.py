@@ -123,9 +123,11 @@ def balanced(
     }
 
 
-def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: bool) -> list[float]:
+def timed(
+    group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: bool, meets: bool = False
+) -> list[float]:
     """What the timer gives for each step; rank 0 is slow before its last gradient. normed: the others wait
-    for it within their passes, too.
+    for it within their passes, too. meets: and in a sum after the step, for which rank 0 is late.
     """
     norm = UnevenSyncBatchNorm.convert(nn.BatchNorm1d(4), group) if normed else nn.Identity()
     ddp = DistributedDataParallel(nn.Sequential(net(), norm).to(DEVICE), process_group=group)
@@ -133,6 +135,9 @@ def timed(group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: boo
     timer, inputs = ComputeTimer(hook), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
         timer.start()
+        if meets:
+            time.sleep(slow_seconds if dist.get_rank(group) == 0 else 0.0)
+            dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
         loss = square(ddp, inputs, inputs[:, :4])
         time.sleep(slow_seconds if dist.get_rank(group) == 0 else 0.0)
         loss.backward()

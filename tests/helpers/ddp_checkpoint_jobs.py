@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -149,6 +150,30 @@ def tied(group: dist.ProcessGroup, folder: Path) -> bool:
         layers[0].weight.zero_()
     pyps.torch.load(folder, model, optimizer, group=group)
     return torch.equal(layers[1].weight, before) and layers[0].weight is layers[1].weight
+
+
+def divided_optimizer(group: dist.ProcessGroup, folder: Path) -> bool:
+    """Whether a run with ZeroRedundancyOptimizer goes on bit for bit."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    weighted_hook(model)
+    made = [
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=0.1)
+        for _ in range(2)
+    ]
+
+    def step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    step(made[0])
+    pyps.torch.save(folder, model, made[0], step=1, group=group)
+    right = step(made[0])
+    pyps.torch.load(folder, model, made[1], group=group)
+    return all(torch.equal(*pair) for pair in zip(step(made[1]), right, strict=True))
 
 
 def saved_after(group: dist.ProcessGroup, folder: Path, counted: str, workers: int) -> tuple[int, int] | str:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainer_checks import Model, fsdp_model, whole_gradient
 
 from pyps.errors import InputError
-from pyps.torch import UnevenSyncBatchNorm, check_gradient, count_targets, weighted_hook
+from pyps.torch import UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient, count_targets, weighted_hook
 
 SPLIT = [9, 4]
 mse = nn.functional.mse_loss
@@ -508,6 +508,31 @@ def second_loader(kit: Kit) -> float:
     return 1.0
 
 
+def loader_each_epoch(kit: Kit) -> float:
+    case = Case(kit, plan=SPLIT)
+    for _ in range(2):
+        loader = kit.loader(DataLoader(dataset(), batch_size=sum(SPLIT), shuffle=True))
+        for x, y in loader:
+            case.model.zero_grad()
+            kit.backward(mse(case.model(x), y))
+    return 1.0
+
+
+def sampler_of_samples(kit: Kit) -> float:
+    batches = UnevenBatchSampler(30, SPLIT)
+    loader: Any = DataLoader(dataset(), batch_size=12, sampler=batches)  # type: ignore[arg-type]
+    return from_loader(kit, loader)
+
+
+def unlike_norm_passes(kit: Kit) -> float:
+    """UnevenSyncBatchNorm waits for all ranks in each micro-batch."""
+    model = nn.Sequential(Model(), UnevenSyncBatchNorm(3)).double()
+    (prepared,) = kit.prepare(model)
+    for x, y in kit.hooks[0].accumulate(batches(1, [8, 4])[0], [2, 1]):
+        kit.backward(mse(prepared(x), y))
+    return 1.0
+
+
 def counted_targets(kit: Kit) -> float:
     """Ragged texts through Hugging Face's GPT-2, whose loss shifts the labels; the loss is in float32."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -562,22 +587,25 @@ COMMON = {
     "autocast": autocast,
     "clipping": clipped,
     "UnevenSyncBatchNorm": sync_norm,
+    "the same, unlike micro-batches": unlike_norm_passes,
     "torch.compile": compiled,
     "targets, by count_targets": counted_targets,
     "check_gradient": checked,
 }
 JOIN = {"Join": joined}
+BATCHES = {"batches as sampler=": sampler_of_samples}
 LOADERS = {
     "shuffled loader": shuffled_loader,
     "a sampler of its own": custom_sampler,
     "batches of its own": custom_batches,
     "a plan nothing uses": custom_batches_and_plan,
     "a second shuffled loader": second_loader,
+    "a new loader each epoch": loader_each_epoch,
 }
 KITS: dict[str, tuple[Callable[[], Kit], dict[str, Any]]] = {
-    "DDP": (Kit, COMMON | JOIN),
+    "DDP": (Kit, COMMON | JOIN | BATCHES),
     "FSDP2": (Sharded, COMMON),
-    "Accelerate": (Accelerated, COMMON | JOIN | LOADERS),
+    "Accelerate": (Accelerated, COMMON | JOIN | BATCHES | LOADERS),
     "Fabric": (Fabric, COMMON | JOIN | LOADERS),
 }
 

@@ -89,4 +89,6 @@ def test_misuse(ranks: Ranks) -> None:
         assert "share: weight, total: found -1, 4" in said[4]
         assert "share: weight, total: found 5, 4" in said[5]
         assert "rounds: micro-batches: found (2, 1); expected as many on every rank" in said[6]
-        assert said[7] == "exact"
+        assert "accumulate: micro-batches: found (2, 1); expected as many on every rank" in said[7]
+        assert "accumulate: micro-batches: found (" in said[8]
+        assert said[9] == "exact"

@@ -16,6 +16,7 @@ SAMPLE = {  # the rest is thorough
         "no zero_grad()",
         "a sum, several backward()",
         "Join",
+        "batches as sampler=",
     ],
     "FSDP2": [
         "a bypassing forward",
@@ -23,7 +24,7 @@ SAMPLE = {  # the rest is thorough
         "an output of its own class",
         "own accumulation",
     ],
-    "Accelerate": ["two models", "own accumulation", "a plan nothing uses"],
+    "Accelerate": ["two models", "own accumulation", "a plan nothing uses", "a new loader each epoch"],
 }
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="gloo on the CPU shows the same")

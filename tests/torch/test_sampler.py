@@ -183,6 +183,40 @@ def test_a_replan_waits_for_its_round() -> None:
     assert [[len(batch) for batch in batches] for batches in drawn(samplers)] == [[5] * 10, [5] * 10]
 
 
+@pytest.mark.parametrize("trained", [10, 3])
+@pytest.mark.parametrize("start", [(0, 7), (1, 0)])
+def test_a_replan_holds_in_the_next_pass_without_set_epoch(start: tuple[int, int], trained: int) -> None:
+    """As in a loop of one long epoch that is never counted; also where each pass is left early."""
+    sampler = UnevenBatchSampler(100, [6, 4], 0)
+    walk = iter(sampler)
+    for _ in range(trained):
+        next(walk)
+        if sampler.drawn == 2:
+            sampler.replan([3, 7], *start)
+    assert [len(batch) for batch in sampler] == [3] * 10
+    assert sampler.split == (3, 7)
+
+
+def test_a_replan_of_a_later_epoch_waits_for_it() -> None:
+    sampler = UnevenBatchSampler(100, [6, 4], 0)
+    sampler.replan([3, 7], 2)
+    assert [[len(batch) for batch in sampler] for _ in range(2)] == [[6] * 10] * 2
+    sampler.set_epoch(2)
+    assert sampler.split == (3, 7)
+
+
+def test_a_sampler_of_batches_is_no_sampler_of_samples() -> None:
+    loader = DataLoader(range(20), 4, sampler=UnevenBatchSampler(20, [3, 2], 0))  # type: ignore[arg-type]
+    with pytest.raises(
+        InputError, match=r"DataLoader: sampler: found an UnevenBatchSampler; expected batch_sampler="
+    ):
+        next(iter(loader))
+
+
+def test_libraries_find_the_batch_of_all_ranks() -> None:
+    assert UnevenBatchSampler(100, [6, 4], 0, accumulate=2).batch_size == 5
+
+
 def test_a_replan_keeps_the_global_batch_and_the_past() -> None:
     sampler = UnevenBatchSampler(100, [6, 4], 0, accumulate=2)
     with pytest.raises(InputError, match=r"sum to 11.*10"):

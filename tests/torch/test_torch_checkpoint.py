@@ -71,6 +71,10 @@ def test_tied_weights(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.tied, tmp_path) == [True, True]
 
 
+def test_an_optimizer_whose_state_the_ranks_share(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.divided_optimizer, tmp_path) == [True, True]
+
+
 def test_no_rank_waits_for_one_that_failed(ranks: Ranks, tmp_path: Path) -> None:
     first, other = ranks.run(2, jobs.save_where_something_else_fails, tmp_path)
     assert first == "ZeroDivisionError: division by zero"
