@@ -320,7 +320,7 @@ class ComputeTimer:
 
     def _met(self) -> int:
         """How often ranks of the group, or all, have met."""
-        every = self._group, dist.group.WORLD
+        every: Any = self._group, dist.group.WORLD  # torch's types lack the method
         return sum(group._get_sequence_number_for_group() for group in every if group is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

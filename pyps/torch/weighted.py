@@ -42,9 +42,9 @@ class WeightedHook(ABC):
 
     group, device: of the ranks with samples of their own, and of the gradients. peers: the ranks with the
     same samples, such as a tensor-parallel group; None if there are none. passes: what was computed since the
-    last reduction. on_forward: functions called before each forward pass that counts. on_ready: the same, when
-    this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is not
-    this rank's own. scaler: the GradScaler in use.
+    last reduction. on_forward: functions called before each forward pass that counts. on_ready: the same,
+    when this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is
+    not this rank's own. scaler: the GradScaler in use.
     """
 
     passes: Passes
