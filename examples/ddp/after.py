@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from common import EmulatedDevice, accuracy, digits, network
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
+from pyps.torch import uneven
 
 GLOBAL_BATCH = 256
 
@@ -20,23 +18,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train, held_out = digits()
-    sampler = UnevenBatchSampler(train, agreed_split(GLOBAL_BATCH))
-    loader = DataLoader(train, batch_sampler=sampler)
-    model = DistributedDataParallel(network())
-    hook = weighted_hook(model, sampler)
-    device = EmulatedDevice(model, hook)
-    balance = Rebalancer(sampler, hook)
+    model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for epoch in range(int(os.environ.get("EPOCHS", "10"))):
-        sampler.set_epoch(epoch)
+    model, loader, step = uneven(model, train, GLOBAL_BATCH, optimizer=optimizer)
+    device = EmulatedDevice(model, step.hook)
+    for _ in range(int(os.environ.get("EPOCHS", "10"))):
         for images, labels in loader:
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            balance.step()
+            step()
             device.step()
-    history = [f"{change}" for change in balance.history]
-    device.print_summary(accuracy=accuracy(model.module, held_out), batches=sampler.split, history=history)
+    history = [f"{change}" for change in step.balance.history]
+    device.print_summary(accuracy=accuracy(model, held_out), batches=step.sampler.split, history=history)
 
 
 if __name__ == "__main__":

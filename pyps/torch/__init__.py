@@ -9,6 +9,7 @@ from pyps.solver.online.decide import SplitChange
 from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
+from pyps.torch.compose import UnevenLoader, UnevenStep, uneven
 from pyps.torch.decisions import RankState
 from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
@@ -30,6 +31,8 @@ __all__ = [
     "SplitChange",
     "UnevenBatchSampler",
     "UnevenIterableDataset",
+    "UnevenLoader",
+    "UnevenStep",
     "UnevenSyncBatchNorm",
     "WeightedHook",
     "agreed_split",
@@ -39,5 +42,6 @@ __all__ = [
     "loss_scale",
     "save",
     "to_sink",
+    "uneven",
     "weighted_hook",
 ]

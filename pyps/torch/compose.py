@@ -1,0 +1,133 @@
+"""uneven: sampler, hook and Rebalancer of the common DDP loop in one call, the end of a step in another.
+
+    model, loader, step = uneven(model, dataset, 256, optimizer=optimizer)
+    for epoch in range(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            step()                                      # was optimizer.step()
+
+It is composed of what a script can also write out, in five lines: docs/how-to/train-ddp.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from pyps.errors import InputError
+from pyps.formats import Profile
+from pyps.torch.checkpoint import load, save
+from pyps.torch.ddp_hook import Wire
+from pyps.torch.hook import weighted_hook
+from pyps.torch.initial_split import agreed_split
+from pyps.torch.rebalance import Rebalancer
+from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.weighted import WeightedHook
+
+
+class UnevenLoader(DataLoader[Any]):
+    """A DataLoader of uneven batches. Each loop over it is the next epoch, or the rest of a loaded one."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler: Any = self.batch_sampler
+        if sampler.begun or not sampler.rounds:
+            sampler.set_epoch(sampler.epoch + 1)
+        return super().__iter__()
+
+
+class UnevenStep:
+    """Ends a step: the optimizer's, and the Rebalancer's.
+
+    sampler, hook, balance: what uneven() has made, for all else that they can do.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: UnevenBatchSampler,
+        hook: WeightedHook,
+        balance: Rebalancer,
+    ) -> None:
+        self.sampler, self.hook, self.balance = sampler, hook, balance
+        self._model, self._optimizer = model, optimizer
+
+    def __call__(self) -> None:
+        """Call it after each backward(), on all ranks."""
+        scaler = self.hook.scaler
+        if scaler is None:
+            self._optimizer.step()
+        else:
+            scaler.step(self._optimizer)
+            scaler.update()
+        self.balance.step()
+
+    def save(self, folder: str | os.PathLike[str], **more: Any) -> Path:
+        """Write a checkpoint of all that a run needs; more: as in pyps.torch.save. All ranks call it."""
+        return save(folder, self._model, self._optimizer, self.sampler, **self._own(), **more)
+
+    def load(self, folder: str | os.PathLike[str], **more: Any) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint, as pyps.torch.load; None if there is none yet."""
+        return load(folder, self._model, self._optimizer, self.sampler, **self._own(), **more)
+
+    def _own(self) -> dict[str, Any]:
+        scaler = {} if self.hook.scaler is None else {"scaler": self.hook.scaler}
+        return {"hook": self.hook, "balance": self.balance, **scaler}
+
+
+def uneven(
+    model: torch.nn.Module,
+    dataset: Dataset[Any],
+    global_batch: int,
+    *,
+    optimizer: torch.optim.Optimizer,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    max_batch: int | None = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    count: Callable[..., Any] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    wire: Wire = "same",
+    scaler: Any = None,
+    **loading: Any,
+) -> tuple[DistributedDataParallel, UnevenLoader, UnevenStep]:
+    """The model, its data and the end of a step, for ranks on unlike devices; all ranks call it.
+
+    model: on this rank's device; it is put into DistributedDataParallel unless it is there.
+    dataset: with a length; shuffled, each sample once an epoch.
+    global_batch: the samples of a step, of all ranks together.
+    optimizer: of the model's parameters.
+    profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.
+    count, reduction, wire, scaler: as in weighted_hook.
+    loading: of the DataLoader, such as num_workers and collate_fn.
+    Raises InputError for a dataset without a length, an optimizer of other parameters, and what makes
+    batches elsewhere, such as batch_size.
+    """
+    if not isinstance(dataset, Sized):
+        expected = "one with a length; UnevenIterableDataset is for streams"
+        raise InputError("uneven", "dataset", type(dataset).__name__, expected)
+    if given := {"batch_size", "shuffle", "sampler", "batch_sampler"} & loading.keys():
+        raise InputError("uneven", sorted(given)[0], "a value", "none: global_batch is of all ranks")
+    ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
+    _check_optimizer(ddp, optimizer)
+    split = agreed_split(global_batch, profile, max_batch=max_batch)
+    sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last)
+    loader = UnevenLoader(dataset, batch_sampler=sampler, **loading)
+    hook = weighted_hook(ddp, sampler, count=count, reduction=reduction, wire=wire, scaler=scaler)
+    balance = Rebalancer(sampler, hook, profile, max_batch=max_batch)
+    return ddp, loader, UnevenStep(ddp, optimizer, sampler, hook, balance)
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError for one that would not move this model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        expected = "one of the model's parameters, made after .to(device)"
+        raise InputError("uneven", "optimizer", "one of other parameters", expected)
