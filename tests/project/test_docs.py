@@ -143,7 +143,7 @@ def test_pages_install_from_a_clone_while_no_registry_has_the_package() -> None:
 
 
 def test_the_diff_of_the_readme() -> None:
-    """It shows all that differs between the two example scripts, except how many epochs, and what is measured."""
+    """It shows all that differs between the two example scripts, except epochs and measurements."""
     before, after = (
         (ROOT / "examples" / "ddp" / f"{name}.py").read_text(encoding="utf-8").splitlines()
         for name in ("before", "after")
