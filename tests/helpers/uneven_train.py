@@ -53,7 +53,7 @@ def train(epochs: int, folder: str, stops_at: int = 0, resumes: bool = False) ->
         step.load(folder)
     alone = copy.deepcopy(ddp.module)
     whole = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    whole.load_state_dict(optimizer.state_dict())
+    whole.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     worst, seen, steps = [0.0, 0.0], [], 0
     for _ in range(step.sampler.epoch, epochs):
         seen.append([])
@@ -103,8 +103,9 @@ def main() -> None:
     foreign = torch.optim.SGD(network().parameters(), lr=0.1)
     said = [refused(batch_size=4), refused(dataset=Stream()), refused(optimizer=foreign)]
     if dist.get_rank() == 0:
-        whole = found.pop("parameters")  # in bits only where no device was quicker for a while
+        whole = found.pop("parameters")
         apart = float((whole - resumed["parameters"]).norm() / whole.norm())
+        found["worst"] += resumed["worst"]
         print(json.dumps({**found, "apart": apart, "refused": said, "folder": folder[0]}))
 
 
