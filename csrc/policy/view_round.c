@@ -57,11 +57,17 @@ static void finish_claim(struct view *v, const struct event *e, uint64_t stalene
     time_rank(v, e);
 }
 
-/* The part of a global batch that a ticket is. A round that all wait for is a whole one. Else a global batch, the sum
- * of the planned batches, consists of several tickets. */
+/* Where late gradients are dropped, the last round has their samples only: often those of a single worker. */
+static bool is_rest(const struct view *v) {
+    return policy_find(v->policy)->drops_late && !view_samples_left(v) &&
+           v->staged + (uint64_t)v->policy_params.backup < v->active;
+}
+
+/* The part of a global batch that a ticket is. A round that all wait for is a whole one, but for a rest. Else a global
+ * batch, the sum of the planned batches, consists of several tickets. */
 static float share_of(const struct view *v, uint64_t samples) {
     uint64_t planned = 0;
-    if (policy_find(v->policy)->waits_for_round) return 1.0f;
+    if (policy_find(v->policy)->waits_for_round && !is_rest(v)) return 1.0f;
     for (uint32_t r = 0; r < v->ranks; r++) planned += view_rank(v, r)->total.batch;
     return planned ? (float)((double)samples / (double)planned) : 1.0f;
 }

@@ -126,6 +126,21 @@ def test_backup_closes_with_all_but_k_and_the_late_never_enter(order: list[int],
             in_round[worker] = drive.round
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_backup_has_left_over_at_the_end_is_a_part_of_a_step(k: int) -> None:
+    """It may be one worker's batch. As a whole step it would undo the rounds before."""
+    drive = Drive(Backup(k=k), [4, 4, 4, 4], samples=5 * (16 - 4 * k) + 4)
+    parts = []
+    while len(drive.ended) < 4:
+        rounds = len(drive.sources)
+        moved = [drive.turn(worker) for worker in range(4)]
+        assert any(moved)
+        if len(drive.sources) > rounds:
+            parts.append((sum(source[2] for source in drive.sources[-1]), drive.core.last.part))
+    assert parts[:5] == [(16 - 4 * k, 1.0)] * 5
+    assert parts[5:] == [(4, 0.25)]
+
+
 @settings(max_examples=25, deadline=None)
 @given(order=orders, n=st.integers(1, 5))
 def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(order: list[int], n: int) -> None:
