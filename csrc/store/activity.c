@@ -25,6 +25,13 @@ void activity_goes_on(pyps_store *s, uint64_t slept) {
     store_relaxed(&slot->waited, load_relaxed(&slot->waited) + slept);
 }
 
+uint64_t activity_bytes(const pyps_store *s, uint32_t codec) {
+    uint64_t trained = 0, averaged = 0;
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++)
+        *(s->chunks[chunk].averaged ? &averaged : &trained) += s->chunks[chunk].length;
+    return pyps_encoded_bytes(codec, trained) + sizeof(float) * averaged;
+}
+
 void activity_pushed(pyps_store *s, uint64_t bytes) { add64_relaxed(&s->slots[s->slot].bytes_pushed, bytes); }
 
 void activity_pulled(pyps_store *s, uint64_t bytes) { add64_relaxed(&s->slots[s->slot].bytes_pulled, bytes); }

@@ -35,7 +35,7 @@ int pyps_exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_p
     if (!rc) rc = copy_others(s, flat, out->version, version_out);
     kernels_chosen()->copied();
     if (rc) return rc;
-    activity_pulled(s, 4 * store_elements(s));
+    activity_pulled(s, activity_bytes(s, PYPS_F32));
     /* If the worker was fenced since then, the next call reports it: this push was admitted. */
     rc = pull_record(s, *version_out);
     return rc == PYPS_EFENCED ? PYPS_OK : rc;

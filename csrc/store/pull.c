@@ -32,7 +32,7 @@ int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     kernels_chosen()->copied();
-    activity_pulled(s, 4 * store_elements(s));
+    activity_pulled(s, activity_bytes(s, PYPS_F32));
     *version_out = oldest;
     return pull_record(s, oldest);
 }
@@ -108,6 +108,6 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
         if (word_version(word) < oldest) oldest = word_version(word);
     }
     *version_out = oldest;
-    if (!rc) activity_pulled(s, pyps_encoded_bytes(codec, store_elements(s)));
+    if (!rc) activity_pulled(s, activity_bytes(s, codec));
     return rc ? rc : pull_record(s, oldest);
 }

@@ -290,8 +290,9 @@ static void keep_own(pyps_store *s, const pyps_push_args *args, const struct out
 }
 
 static uint64_t bytes_of_gradient(const pyps_store *s, const pyps_push_args *args) {
-    uint64_t floats = args->ranges ? 0 : store_elements(s);
-    for (uint64_t i = 0; args->ranges && i < args->range_count; i++) floats += args->ranges[i].count;
+    uint64_t floats = 0;
+    if (!args->ranges) return activity_bytes(s, args->codec);
+    for (uint64_t i = 0; i < args->range_count; i++) floats += args->ranges[i].count;
     return pyps_encoded_bytes(args->codec, floats);
 }
 

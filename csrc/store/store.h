@@ -200,6 +200,8 @@ static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 void activity_joined(pyps_store *s);
 void activity_waits(pyps_store *s, uint32_t kind, uint64_t since);
 void activity_goes_on(pyps_store *s, uint64_t slept);
+uint64_t activity_bytes(const pyps_store *s,
+                        uint32_t codec); /* of a whole gradient, or all parameters: no padding */
 void activity_pushed(pyps_store *s, uint64_t bytes);
 void activity_pulled(pyps_store *s, uint64_t bytes);
 void activity_show(const pyps_store *s, uint32_t index, const struct member *m, pyps_member *out);

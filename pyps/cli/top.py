@@ -19,10 +19,11 @@ from rich.text import Text
 from pyps.cli.terminal import Shown, terminal
 from pyps.errors import InputError
 from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
+from pyps.store.stragglers import Straggler
 
 app = typer.Typer(add_completion=False)
 SECOND_LOOK_SECONDS = 0.5  # with --once: rates are of that time
-NARROW = 118  # cells: a narrower terminal gets fewer columns
+NARROW = 126  # cells: a narrower terminal gets fewer columns
 PIPED_WIDTH = 160
 STYLES = {
     "computing": "green",
@@ -124,12 +125,20 @@ def table(store: TopStore, width: int) -> Table:
     wide = width >= NARROW
     view = Table(box=None, header_style="bold", pad_edge=False, expand=False)
     view.add_column("rank", no_wrap=True)
-    headings = ["batch", "steps", *(["samples"] if wide else []), "behind", "stale", "step ms"]
+    headings = [
+        *(["pid"] if wide else []),
+        "batch",
+        "steps",
+        *(["samples"] if wide else []),
+        "behind",
+        "stale",
+        "step ms",
+    ]
     headings += ["data ms"] if wide and any(r.data_seconds is not None for r in store.ranks) else []
     headings += ["idle"] + (["pushed", "pulled", "MB/s"] if wide else [])
     for name in headings:
         view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("now", no_wrap=True, overflow="ellipsis")
+    view.add_column("now", overflow="fold")
     for rank in store.ranks:
         cells = {**_cells(rank)}
         style = "yellow" if rank.straggler else STYLES.get(rank.doing, "")
@@ -141,6 +150,7 @@ def table(store: TopStore, width: int) -> Table:
 
 def _cells(rank: TopRank) -> dict[str, str]:
     return {
+        "pid": "-" if rank.pid is None else str(rank.pid),
         "batch": f"{rank.batch:,}",
         "steps": f"{rank.steps:,}",
         "samples": f"{rank.samples:,}",
@@ -156,6 +166,9 @@ def _cells(rank: TopRank) -> dict[str, str]:
 
 
 def _now(rank: TopRank) -> str:
-    """What it does, and that others wait for it."""
+    """What it does, that others wait for it, and what kind of straggler it is."""
     text = rank.reason.removeprefix("is ").removeprefix("has been ")
-    return f"{text}: others wait for it" if rank.straggler and rank.doing == "computing" else text
+    if rank.straggler and rank.doing == "computing":
+        text = f"{text}: others wait for it"
+    kind = str(Straggler(rank.late_by_version, rank.late_by_time))
+    return f"{text}; {kind}" if kind else text

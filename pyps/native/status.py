@@ -35,9 +35,9 @@ class Member:
     """A participant; rank is None for observers. `staged`: its gradient waits for the round to close.
 
     Since it joined, joined_seconds ago: waited_seconds, the sum of its waits for others; bytes_pushed and
-    bytes_pulled. wait_seconds: how long its present wait lasts. claim_seconds: how long ago samples were
-    claimed for it; 0: it holds none. step_seconds: of its rank, from claim to gradient, a moving average; 0:
-    no step yet.
+    bytes_pulled, of its numbers as they are encoded. wait_seconds: how long its present wait lasts.
+    claim_seconds: how long ago samples were claimed for it; 0: it holds none. step_seconds: of its rank, from
+    claim to gradient, a moving average; 0: no step yet.
     """
 
     id: int

@@ -165,6 +165,7 @@ def findings(run: RunData) -> Iterator[str]:
     """What the medians hide."""
     report = run.report
     yield from (f"{line[0].upper()}{line[1:]}." for line in absences(report))
+    yield from (f"{line[0].upper()}{line[1:]}." for line in report.stragglers)
     if report.short_rounds:
         rounds = f"{report.short_rounds:,} of {report.versions:,} rounds"
         yield f"{rounds} had fewer samples than the global batch of {report.global_batch:,}."

@@ -21,6 +21,7 @@ from pyps.formats.events import RunEvent
 from pyps.formats.files import read_struct
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
+from pyps.report.late import straggler_lines
 from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.steps import (
     Distribution,
@@ -126,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
     replans: why the batches changed while it trained, one line a change.
+    stragglers: which ranks are, by version and by time, one line a rank.
     advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
@@ -157,6 +159,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None = None
     loss: list[LossPoint] = []
     short_rounds: NonNegative | None = None
+    stragglers: list[str] = []
     advice: list[str] = []
     turns: TurnsReport | None = None
     resumed_at: list[NonNegative] = []
@@ -224,6 +227,7 @@ def make_report(
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
         short_rounds=short_rounds(applied, setup.global_batch),
+        stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
             *prediction_advice(measured_over_predicted, ranks),

@@ -23,6 +23,7 @@ from pyps.store.activity import Activity, StoreActivity, activities, look
 from pyps.store.policies import Policy
 from pyps.store.segments import segments
 from pyps.store.store import Store
+from pyps.store.stragglers import Kind, Pace, Straggler, stragglers
 
 RECENT_STEPS = 20  # of a rank, for means from its records
 
@@ -31,8 +32,9 @@ RECENT_STEPS = 20  # of a rank, for means from its records
 class TopRank:
     """One rank. None: not known. Per second: since the last look, or since it joined.
 
-    behind: versions since its last pull. idle_share: of its time, waiting for others. data_seconds,
-    compute_seconds: of its latest steps.
+    late_by_version, late_by_time: "static" and "dynamic" stragglers (pyps.store.stragglers); "": neither.
+    straggler: others wait for it now. behind: versions since its last pull. idle_share: of its
+    time, waiting for others. data_seconds, compute_seconds: of its latest steps.
     """
 
     rank: int
@@ -40,6 +42,8 @@ class TopRank:
     doing: str
     reason: str
     straggler: bool
+    late_by_version: Kind
+    late_by_time: Kind
     batch: int
     steps: int
     samples: int
@@ -133,7 +137,12 @@ class StoreTop:
             self._find_run(state)
         self._read_records()
         names = {rank.rank: rank.name for rank in self._setup.ranks} if self._setup else {}
-        ranks = [self._rank(a, state, names.get(a.rank, "")) for a in activities(state, local=local)]
+        found = activities(state, local=local)
+        paces = [_pace(a, state) for a in found]
+        late = stragglers(paces, sum(a.member is not None for a in found))
+        ranks = [
+            self._rank(a, kind, state, names.get(a.rank, "")) for a, kind in zip(found, late, strict=True)
+        ]
         status, turns = state.status, state.status.turn_rank >= 0
         rates = [r.samples_per_second for r in ranks if r.samples_per_second is not None]
         return TopStore(
@@ -178,7 +187,7 @@ class StoreTop:
                     break
         return total / weight if weight else None
 
-    def _rank(self, activity: Activity, state: StoreActivity, name: str) -> TopRank:
+    def _rank(self, activity: Activity, late: Straggler, state: StoreActivity, name: str) -> TopRank:
         counters, member = state.ranks[activity.rank], activity.member
         moved = member.bytes_pushed + member.bytes_pulled if member is not None else 0
         seconds, samples, bytes_, waited = self._since(member, counters, moved)
@@ -191,12 +200,14 @@ class StoreTop:
             doing=activity.doing,
             reason=activity.text,
             straggler=activity.straggler,
+            late_by_version=late.by_version,
+            late_by_time=late.by_time,
             batch=counters.batch,
             steps=counters.pushes,
             samples=counters.samples,
             version=member.pulled_version if member is not None else None,
             behind=state.status.version - member.pulled_version if member is not None else None,
-            staleness_mean=counters.staleness_sum / counters.pushes if counters.pushes else 0.0,
+            staleness_mean=_staleness(counters),
             staleness_max=counters.staleness_max,
             step_seconds=(member.step_seconds or None) if member is not None else None,
             data_seconds=sum(data) / len(data) if known else None,
@@ -222,6 +233,21 @@ class StoreTop:
             return member.joined_seconds, counters.samples, moved, member.waited_seconds
         samples, bytes_ = counters.samples - before.samples, moved - before.moved
         return now - before.seconds, samples, bytes_, member.waited_seconds - before.waited
+
+
+def _staleness(counters: RankCounters) -> float:
+    return counters.staleness_sum / counters.pushes if counters.pushes else 0.0
+
+
+def _pace(activity: Activity, state: StoreActivity) -> Pace:
+    """What a rank is judged by; of one that does not compute now, its past."""
+    member, usual = activity.member, _staleness(state.ranks[activity.rank])
+    if member is None:
+        return Pace(versions=usual)
+    if activity.doing != "computing":
+        return Pace(member.step_seconds, usual)
+    behind = float(state.status.version - member.pulled_version)
+    return Pace(member.step_seconds, usual, activity.seconds, behind)
 
 
 def find_stores(target: str | None) -> list[StoreTop]:

@@ -27,6 +27,7 @@ from pyps.native.status import WaitKind
 from pyps.native.values import Hyper
 from pyps.remote.server import Server
 from pyps.store import Store
+from pyps.store.policies import ASP
 
 runner = CliRunner()
 PATIENCE_SECONDS = 30.0
@@ -82,7 +83,7 @@ def test_a_round_that_waits_for_one_rank(pair: tuple[Store, Store]) -> None:
             time.sleep(0.005)
         time.sleep(0.6)
         store = top("pair")
-        text = runner.invoke(app, ["--once"], env={"COLUMNS": "140"}).stdout
+        text = runner.invoke(app, ["--once"], env={"COLUMNS": "200"}).stdout
         slow.push(staging, claim.count, HYPER)
     assert (store["policy"], store["version"], store["samples"]) == ("bsp", 1, 13)
     first, second = store["ranks"]
@@ -94,11 +95,32 @@ def test_a_round_that_waits_for_one_rank(pair: tuple[Store, Store]) -> None:
         False,
     )
     assert second["idle_share"] > 0.5 > first["idle_share"]
-    assert second["bytes_pushed"] == 2 * 4 * fast.layout.flat_elements
+    assert second["bytes_pushed"] == 2 * 4 * 1000 < 4 * fast.layout.flat_elements, "no padding"
     assert "others wait for it" in text
     assert "waits for the round" in text
+    assert f" {os.getpid()} " in text
+    assert "dynamic straggler by time" in text
+    assert (first["late_by_time"], first["late_by_version"], second["late_by_time"]) == ("dynamic", "", "")
     assert slow.status().sequence > sequence  # by the pushes alone: looking changes nothing
     assert len(slow.members()) == 2
+
+
+def test_a_static_straggler_shows_by_versions(shm: Path) -> None:
+    with (
+        Store.create("unlike", {"w": np.zeros(10)}, batches=[3, 3], policy=ASP()) as slow,
+        Store.open("unlike") as fast,
+    ):
+        slow.join(0)
+        fast.join(1)
+        for _ in range(2):
+            claim, staging, _ = slow.start(), slow.stage(), slow.pull()
+            for _ in range(9):
+                fast.pull()
+                push(fast)
+            slow.push(staging, claim.count, HYPER)
+        ranks = top("unlike")["ranks"]
+    assert [r["staleness_mean"] for r in ranks] == [9.0, 0.0]
+    assert [r["late_by_version"] for r in ranks] == ["static", ""]
 
 
 def test_looking_is_no_event(pair: tuple[Store, Store]) -> None:
@@ -133,6 +155,7 @@ def test_a_stopped_and_a_killed_worker(shm: Path) -> None:
     joins = """
 import sys, time
 from pyps.store import Store
+from pyps.store.policies import ASP
 store = Store.open("pair"); store.join(1); print("joined", flush=True); time.sleep(600)
 """
     with Store.create("pair", {"w": np.zeros(10)}, batches=[7, 3]) as store:

@@ -182,7 +182,7 @@ class Part:
 
     def looking(self, store: pyps.Store) -> Callable[[], Progress]:
         """What the store says of its ranks; pulls are counted by their bytes."""
-        size = 4 * store.layout.flat_elements
+        size = 4 * sum(tensor.elements for tensor in store.tensors)
 
         def look() -> Progress:
             pulls = [0] * len(BATCHES)

@@ -17,6 +17,7 @@ from pyps.formats.events import RunEvent
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span, StepRecord
 from pyps.formats.setup import RankSetup
+from pyps.report.late import straggler_lines
 from pyps.report.report import (
     Report,
     StoreTotals,
@@ -338,7 +339,9 @@ def test_gaps_are_compared_while_the_batches_are_those_planned() -> None:
 def test_a_starved_cpu_is_named_as_the_cause() -> None:
     """Not the number of loader processes alone, which would be fewer or more of the same."""
     spans: list[Span] = [("data", 0.0, 0.02), ("compute", 0.02, 0.06)]
-    record = msgspec.structs.replace(make_record(0, 0, 8, spans), loader_seconds=0.005, loader_workers=2)
+    record = msgspec.structs.msgspec.structs.replace(
+        make_record(0, 0, 8, spans), loader_seconds=0.005, loader_workers=2
+    )
     rank = rank_report(RankSetup(0, "old", 8), [record], [], StoreTotals(), (0.0, 1.0))
     assert "num_workers=0" in loading_advice(rank, crowding(make_setup({0: 8}, cpus=3), [rank]))
     crowd = crowding(make_setup({0: 8}, cpus=2), [rank])
@@ -363,3 +366,34 @@ def test_a_rank_that_died_is_in_the_terminals_summary() -> None:
     died = RunEvent("died", 1.0, 1.0, rank=1, pid=3, detail="killed by SIGKILL")
     report = make_report(make_setup({0: 4, 1: 4}), rounds(5), [died], StoreTotals(), "finished")
     assert "rank 1 (device-1) died: killed by SIGKILL" in list(summary(report))
+
+
+@pytest.mark.parametrize(
+    ("late", "seconds", "kind"),
+    [(7, 1.0, "static straggler by version"), (1, 4.0, "static straggler by time")],
+)
+def test_static_stragglers_are_named(late: int, seconds: float, kind: str) -> None:
+    (line,) = stragglers_of([(1, 1.0)] * 30, [(late, seconds)] * 30)
+    assert line.startswith(f"rank 1 (w1): {kind}: its gradients are {late}.0 versions late")
+
+
+def test_dynamic_stragglers_are_named() -> None:
+    usual = [(1, 1.0)] * 30
+    (line,) = stragglers_of(usual, [(1, 1.0)] * 27 + [(9, 5.0)] * 3)
+    assert line.startswith("rank 1 (w1): dynamic straggler by version and time")
+    assert not stragglers_of(usual, [(1, 5.0), *usual]), "a slow first step"
+    assert not stragglers_of(usual, usual)
+
+
+def stragglers_of(*ranks: list[tuple[int, float]]) -> list[str]:
+    """Of a run whose ranks took steps of so many versions' staleness and seconds."""
+    records = {
+        rank: [
+            msgspec.structs.replace(
+                make_record(rank, k + 1, 5, [("compute", 0.0, seconds)]), staleness=versions
+            )
+            for k, (versions, seconds) in enumerate(steps)
+        ]
+        for rank, steps in enumerate(ranks)
+    }
+    return [*straggler_lines([RankSetup(k, f"w{k}", 5) for k in records], records)]

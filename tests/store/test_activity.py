@@ -71,12 +71,12 @@ def test_one_computes_the_other_waits_for_the_round(pair: tuple[Store, Store, St
 
 def test_bytes_as_they_are_encoded(pair: tuple[Store, Store, Store]) -> None:
     first, second, observer = pair
-    elements = first.layout.flat_elements
+    whole, elements = first.layout.flat_elements, 1000
     with background(lambda: push(first, Codec.INT8)):
         push(second)
     first.pull()
     first.pull()
-    second.pull_encoded(Codec.BF16, np.empty(encoded_bytes(Codec.BF16, elements), np.uint8))
+    second.pull_encoded(Codec.BF16, np.empty(encoded_bytes(Codec.BF16, whole), np.uint8))
     moved = [(m.bytes_pushed, m.bytes_pulled) for m in (member(observer, 0), member(observer, 1))]
     assert moved[0] == (encoded_bytes(Codec.INT8, elements), 8 * elements)
     assert moved[1] == (4 * elements, 2 * elements)

@@ -1,0 +1,38 @@
+"""The stragglers of a finished run, by version and by time, in words: see pyps.store.stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from pyps.formats.records import StepRecord
+from pyps.formats.setup import RankSetup
+from pyps.report.steps import PHASES, is_applied, phase_seconds
+from pyps.store.stragglers import Pace, stragglers
+
+OFTEN = 0.95  # a dynamic straggler has one such step in twenty
+ENOUGH = 20  # steps, for that
+
+
+def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[StepRecord]]) -> Iterator[str]:
+    """A line for each straggler. records: by rank."""
+    trained = [rank for rank in ranks if any(map(is_applied, records[rank.rank]))]
+    paces = [_pace(records[rank.rank]) for rank in trained]
+    for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained)), strict=True):
+        if kind := str(found):
+            usual, worst = pace.seconds * 1e3, pace.seconds_now * 1e3
+            times = f"a step computes for {usual:,.1f} ms, one in twenty for {worst:,.1f}"
+            versions = f"{pace.versions:.1f} versions late, one in twenty {pace.versions_now:.1f}"
+            yield f"rank {rank.rank} ({rank.name}): {kind}: its gradients are {versions}; {times}"
+
+
+def _pace(records: Sequence[StepRecord]) -> Pace:
+    """The usual step, and one of the worst: of too few the usual one."""
+    applied = [r for r in records if is_applied(r)]
+    seconds = phase_seconds(applied)[PHASES.index("compute")]
+    versions = [r.staleness for r in applied]
+    median, mean = float(np.median(seconds)), float(np.mean(versions))
+    if len(applied) < ENOUGH:
+        return Pace(median, mean, median, mean)
+    return Pace(median, mean, float(np.quantile(seconds, OFTEN)), float(np.quantile(versions, OFTEN)))
