@@ -339,9 +339,7 @@ def test_gaps_are_compared_while_the_batches_are_those_planned() -> None:
 def test_a_starved_cpu_is_named_as_the_cause() -> None:
     """Not the number of loader processes alone, which would be fewer or more of the same."""
     spans: list[Span] = [("data", 0.0, 0.02), ("compute", 0.02, 0.06)]
-    record = msgspec.structs.msgspec.structs.replace(
-        make_record(0, 0, 8, spans), loader_seconds=0.005, loader_workers=2
-    )
+    record = msgspec.structs.replace(make_record(0, 0, 8, spans), loader_seconds=0.005, loader_workers=2)
     rank = rank_report(RankSetup(0, "old", 8), [record], [], StoreTotals(), (0.0, 1.0))
     assert "num_workers=0" in loading_advice(rank, crowding(make_setup({0: 8}, cpus=3), [rank]))
     crowd = crowding(make_setup({0: 8}, cpus=2), [rank])
