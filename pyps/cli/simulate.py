@@ -20,6 +20,7 @@ from pyps.errors import InputError
 from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
 from pyps.formats.options import check_limits
+from pyps.native.values import OUTER, Hyper
 from pyps.simulate import (
     LocalOptimizer,
     Logistic,
@@ -36,7 +37,7 @@ from pyps.simulate.problem import quadratic_of
 from pyps.store.policies import Policy, policy_named
 
 LOGISTIC = "logistic"
-LR, LOCAL_LR = 0.1, 1.0
+LR = 0.1
 LEARN_HELP = (
     "Compute real gradients; logistic or quadratic:d=100,noise=0.01 (NumPy), or a task as in `pyps profile`."
 )
@@ -140,7 +141,8 @@ def simulate_command(
             iterations=iterations,
             seed=wanted.seed,
             objective=_objective(learn, wanted.seed),
-            lr=lr if lr is not None else LOCAL_LR if scenario.local else LR,
+            lr=_constants(lr, local=scenario.local),
+            optimizer="momentum" if scenario.local else "sgd",
             local=LocalOptimizer(lr=inner_lr) if inner_lr is not None else None,
             target_loss=target_loss,
             measure_every=measure_every or 0,
@@ -173,6 +175,13 @@ def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')
     return [policy_named(name, round_timeout, "--policies") for name in names]
+
+
+def _constants(lr: float | None, *, local: bool) -> Hyper:
+    """The store's: of the outer step of local steps, or of SGD."""
+    if local:
+        return OUTER if lr is None else replace(OUTER, lr=lr)
+    return Hyper(LR if lr is None else lr)
 
 
 def _objective(name: str, seed: int) -> Objective | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Protocol, get_args
+from typing import Final, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,9 @@ class Hyper:
             raise InputError("hyper", "betas", repr(self.betas), "two numbers in [0, 1)")
         if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
             raise InputError("hyper", "nesterov", "True", "False, or momentum above 0 and dampening 0")
+
+
+OUTER: Final = Hyper(lr=0.6, momentum=0.5, nesterov=True)  # of local steps, by default: docs/decisions/0043
 
 
 @dataclass(frozen=True, slots=True)

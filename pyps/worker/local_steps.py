@@ -23,14 +23,13 @@ import torch
 from torch import nn
 
 from pyps.errors import InputError
-from pyps.native.values import Codec, Flat, PushResult
+from pyps.native.values import OUTER, Codec, Flat, PushResult
 from pyps.store.store import Store
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.settings import Settings
 
 LocalStepsArgument = int | Literal["plan"]
-OUTER_LR = 1.0  # without momentum, by measurement: docs/results/local-steps.md
 
 
 class LocalSteps:
@@ -216,7 +215,7 @@ def local_steps_of(
 def stored_optimizer(
     optimizers: tuple[torch.optim.Optimizer, ...], outer: torch.optim.Optimizer | None, settings: Settings
 ) -> torch.optim.Optimizer:
-    """The optimizer whose steps the store takes: with local steps `outer`, or SGD.
+    """The optimizer whose steps the store takes: with local steps `outer`, or OUTER.
 
     Raises InputError for an outer one without local steps.
     """
@@ -227,4 +226,4 @@ def stored_optimizer(
     if outer is not None:
         return outer
     parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    return torch.optim.SGD(parameters, lr=OUTER_LR)
+    return torch.optim.SGD(parameters, lr=OUTER.lr, momentum=OUTER.momentum, nesterov=OUTER.nesterov)

@@ -184,16 +184,15 @@ class Worker:
         their mean over the global batch; elsewhere of each by itself; with local steps, of each of these.
         local_steps: steps of `optimizer`, then any of torch's, or several that share the parameters, between
         two pushes of the difference that they made; "plan": as planned, by default none. outer: the store's
-        optimizer for these differences; None: SGD with lr 1, so that the store gets the mean of the workers'
-        parameters. merges: how often the worker pulls between two pushes, and goes on from there with the
-        local steps that it has taken; without effect where workers wait for rounds, take turns, or have a
-        pipeline. average_moments: the moments of SGD, Adam, AdamW or Muon are averaged over the workers, as
-        the parameters are: as many values more each way, in fp32; None: as planned. master: how a new store
-        keeps the parameters, "f32" or "bf16" (as in Store.create); None: as the checkpoint says, else "f32".
-        resume: a checkpoint, or a folder of which the newest is taken, that a new store goes on from in place
-        of the model's parameters; under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises
-        InputError for a model, optimizer or scheduler that cannot be used here, StoreError if rank 0 does not
-        create the store.
+        optimizer for these differences; None: SGD with lr 0.6 and Nesterov's momentum of 0.5. merges: how
+        often the worker pulls between two pushes, and goes on from there with the local steps that it has
+        taken; without effect where workers wait for rounds, take turns, or have a pipeline. average_moments:
+        the moments of SGD, Adam, AdamW or Muon are averaged over the workers, as the parameters are: as many
+        values more each way, in fp32; None: as planned. master: how a new store keeps the parameters, "f32"
+        or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a checkpoint, or a
+        folder of which the newest is taken, that a new store goes on from in place of the model's parameters;
+        under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for a model,
+        optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.

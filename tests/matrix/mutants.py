@@ -39,10 +39,10 @@ MUTANTS = (
         'nonfinite=header.encoding.nonfinite), "ranges": None, "base_version": None}',
     ),
     Mutant(
-        "local steps: the store takes Nesterov momentum 0.5 instead of the workers' mean",
+        "local steps: the store takes the workers' mean instead of Nesterov momentum",
         "pyps/worker/local_steps.py",
-        "torch.optim.SGD(parameters, lr=OUTER_LR)",
-        "torch.optim.SGD(parameters, lr=OUTER_LR, momentum=0.5, nesterov=True)",
+        "SGD(parameters, lr=OUTER.lr, momentum=OUTER.momentum, nesterov=OUTER.nesterov)",
+        "SGD(parameters, lr=1.0)",
     ),
     Mutant(
         "clip_norm over several servers is refused at the first push",

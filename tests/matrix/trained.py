@@ -14,7 +14,7 @@ from cells import Cell
 from numpy.typing import NDArray
 from torch import nn
 
-from pyps.native.values import Hyper
+from pyps.native.values import OUTER, Hyper
 from pyps.simulate import LocalOptimizer
 from pyps.worker.sampling import indices
 
@@ -91,9 +91,9 @@ class Objective:
 
 
 def store_step(cell: Cell) -> tuple[str, Hyper]:
-    """The store's optimizer in a simulation: the user's, or SGD of rate 1 for local steps."""
+    """The store's optimizer in a simulation: the user's, or the default for local steps."""
     if cell.local_steps:
-        return "sgd", Hyper(lr=1.0)
+        return "momentum", OUTER
     return KINDS.get(cell.optimizer, cell.optimizer), hyper_of(cell)
 
 

@@ -194,7 +194,7 @@ def test_unequal_workers_are_the_rounds_of_the_reference() -> None:
         train(workers[rank], models[rank])
 
     run_threads(len(split), body)
-    reference = Reference(split, steps, 1.0, 0.0)
+    reference = Reference(split, steps, 0.6, 0.5)  # by default
     reference.train()
     for model, worker in zip(models, workers, strict=True):
         assert distance(model, reference.model) < 10 * RELATIVE
