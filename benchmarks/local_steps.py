@@ -29,6 +29,7 @@ from pyps import Hyper
 from pyps.formats import Jitter
 from pyps.simulate import Fault, LocalOptimizer, Scenario, SimWorker, simulate
 from pyps.solver.links import WIRE_BYTES
+from pyps.store.policies import policy_named
 from pyps.worker.sampling import indices
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
@@ -38,14 +39,14 @@ from train import Transformer, loss_of
 Vector = NDArray[np.float64]
 Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
 PAGE = "local-steps.md"
-TABLES = ("losses", "losses-one", "delays", "link")
+TABLES = ("losses", "losses-one", "delays", "stalls", "link")
 SPEEDS = (1, 2, 3, 4)
 LOCAL, STEPS = 5, 10  # samples of a local step; local steps on average
 ONCE = 0.1  # seconds of a sample at speed 1
 SAMPLES = 18_000  # 1.15 million tokens
 INNER = Hyper(lr=0.008, weight_decay=0.01)  # the best of 0.003, 0.005, 0.008 and 0.012, each step or not
 FEW, FEW_INNER = 2, Hyper(lr=0.006, weight_decay=0.01)  # samples of a smaller local step
-OUTER = Hyper(lr=1.0)  # the default
+OUTER = Hyper(lr=1.0)  # the mean
 EQUAL = (STEPS * LOCAL,) * len(SPEEDS)
 NO_JITTER, JITTER = Jitter(), Jitter(sigma=0.5)
 STALLS = tuple(
@@ -102,7 +103,8 @@ class Characters:
 class Case:
     """A way to train. batches: of a step or a round, by worker. outer: None: AdamW takes each step itself.
 
-    local: samples of a local step. inner: AdamW's constants.
+    local: samples of a local step. inner: AdamW's constants. deadline: the round timeout, in planned rounds;
+    0: none.
     """
 
     title: str
@@ -114,6 +116,12 @@ class Case:
     faults: tuple[Fault, ...] = ()
     local: int = LOCAL
     inner: Hyper = INNER
+    deadline: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether all wait for all in any case."""
+        return self.policy == "bsp" and not self.deadline
 
     def scenario(self) -> Scenario:
         workers = tuple(
@@ -131,12 +139,11 @@ class Case:
     @property
     def learned(self) -> Case:
         """The case with the same parameters after the same samples: if all wait for all, without delays."""
-        waits = self.policy == "bsp"
-        return replace(self, title="", jitter=NO_JITTER, faults=()) if waits else replace(self, title="")
+        return replace(self, title="", jitter=NO_JITTER, faults=()) if self.waits else replace(self, title="")
 
     def curve(self, curve: Curve, seed: int) -> Curve:
         """A curve that was learned, at the times of this case."""
-        if self.policy != "bsp":
+        if not self.waits:
             return curve
         scenario = self.scenario()
         rounds = SAMPLES // scenario.global_batch
@@ -147,9 +154,10 @@ class Case:
     def train(self, seed: int) -> Curve:
         scenario = self.scenario()
         outer = self.outer
+        seconds = self.deadline * max(w.cost(w.batch) for w in scenario.workers)
         result = simulate(
             scenario,
-            self.policy,
+            policy_named(self.policy, seconds) if seconds else self.policy,
             iterations=SAMPLES // scenario.global_batch,
             seed=seed,
             objective=Characters(seed),
@@ -184,6 +192,10 @@ DELAYED = (
     replace(SYNC, title="planned, a worker stands still", faults=STALLS),
     replace(MERGED, title="planned, asynchronous, merged 3 times, a worker stands still", faults=STALLS),
 )
+STALLED = (
+    DELAYED[2],
+    replace(SYNC, title="the same, a round timeout of 1.5 rounds", faults=STALLS, deadline=1.5),
+)
 
 
 def until(curve: Curve, loss: float) -> tuple[float, float] | None:
@@ -216,11 +228,15 @@ def losses(curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: 
     return f"{table(rows)}\n\n{targets(goal)}"
 
 
-def delays(curves: dict[tuple[Case, int], Curve], seeds: Sequence[int]) -> str:
-    """Seconds to a loss that all cases with delays reach, for each pair of rounds and none."""
-    goal = {s: 1.005 * max(curves[c, s][-1][2] for c in DELAYED) for s in seeds}
+def delays(
+    curves: dict[tuple[Case, int], Curve], seeds: Sequence[int], pairs: Sequence[Sequence[Case]]
+) -> str:
+    """Seconds to a loss that all cases with delays reach, for each pair of one that waits and one that does
+    not.
+    """
+    goal = {s: 1.005 * max(curves[c, s][-1][2] for pair in pairs for c in pair) for s in seeds}
     rows = [["", "held-out loss", "seconds to the target", "times as fast"]]
-    for rounds, free in (DELAYED[:2], DELAYED[2:]):
+    for rounds, free in pairs:
         for case in (rounds, free):
             ends = spread([curves[case, s][-1][2] for s in seeds], ".3f")
             seconds = [_seconds(curves[case, s], goal[s]) for s in seeds]
@@ -313,6 +329,7 @@ def main() -> int:
     options = parser.parse_args()
     seeds = range(options.seeds)
     cases = {"losses": (CASES, seeds), "losses-one": (ONE_SEED, [0]), "delays": (DELAYED, seeds)}
+    cases["stalls"] = (STALLED, seeds)
     wanted = [
         (case, seed)
         for name, (some, several) in cases.items()
@@ -327,7 +344,8 @@ def main() -> int:
     tables = {
         "losses": lambda: losses(curves, CASES, seeds),
         "losses-one": lambda: losses(curves, ONE_SEED, [0]),
-        "delays": lambda: delays(curves, seeds),
+        "delays": lambda: delays(curves, seeds, (DELAYED[:2], DELAYED[2:])),
+        "stalls": lambda: delays(curves, seeds, (STALLED,)),
         "link": on_a_link,
     }
     for name in options.only:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import local_link
+import local_samples
 import local_steps
 import local_tried
 import local_wide
@@ -53,8 +54,42 @@ def test_tables_of_virtual_time() -> None:
     assert "Targets: 1.909, 2.010, by seed." in text
     assert "2 of 2 never" in text.splitlines()[-3]
     delayed = {(c, 0): [(0.0, 0, 3.0), (100.0 + k, 1000, 2.0)] for k, c in enumerate(local_steps.DELAYED)}
-    assert "1.00" in local_steps.delays(delayed, [0])
+    pairs = (local_steps.DELAYED[:2], local_steps.DELAYED[2:])
+    assert local_steps.delays(delayed, [0], pairs).count("1.00") == 2
     assert sum(local_steps.planned(10, 2)) == 80
+
+
+@pytest.mark.parametrize("best", [-14, -15, -18])
+def test_a_ladder_is_climbed_until_the_best_is_inside(best: int) -> None:
+    """Whatever it begins with; a place that was given up is worse."""
+    found = local_samples.climbed(lambda k, most: 100.0 + k - best if k >= best else math.inf, -14)
+    assert min(found, key=lambda k: found[k]) == best
+    assert {best - 1, best + 1} < found.keys()
+    assert local_samples.interior(found)
+
+
+def test_tuning_ends_with_the_first_batch_that_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with the learning rate of the last."""
+    samples = {20: 500.0, 10: 400.0, 5: 450.0, 2: 100.0}
+    ladder = [local_samples.Way("DDP", "AdamW", batch) for batch in samples]
+    monkeypatch.setattr(
+        local_samples, "train", lambda way, *_: samples[way.batch] + abs(round(2 * math.log2(way.lr)) + 15)
+    )
+    best, tried = local_samples.tuned(ladder)
+    assert (best.batch, best.lr) == (10, local_samples.rate(-15))
+    assert [batch for batch, _ in tried] == [20, 10, 5]
+
+
+@pytest.mark.parametrize("way", [("AdamW", 20, None), ("Muon", 2, local_samples.NESTEROV)])
+def test_samples_of_ddp_and_of_local_steps(
+    way: tuple[str, int, local_samples.Outer | None], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round or two, through pyps, bring the loss of an untrained model down."""
+    for name, value in (("FIRST", 0), ("EVERY", 200), ("HELD_OUT", 16), ("LOSSES", (4.0,))):
+        monkeypatch.setattr(local_samples, name, value)
+    family, batch, outer = way
+    made = local_samples.Way("", family, batch, outer, averages=outer is not None, lr=0.01)
+    assert 0 < local_samples.train(made, 0, 600) <= 600
 
 
 def test_64_workers_learn() -> None:
