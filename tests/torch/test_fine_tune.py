@@ -1,0 +1,87 @@
+"""LoRA with PEFT: TRL's SFTTrainer over unlike batches, and an adapter through the store."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "fine_tune"
+IN_FLOAT32 = 1e-5  # relative
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate sets torch's threads anew
+
+pytestmark = pytest.mark.thorough
+
+
+def test_each_step_has_the_gradient_of_one_process(tmp_path: Path) -> None:
+    """Ragged texts in micro-batches; as Trainer alone, which divides by all labels that are no padding."""
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    script = ROOT / "tests" / "helpers" / "fine_tune_train.py"
+    said = run_script(script, 2, OUT=str(tmp_path), **ONE_THREAD).splitlines()[-1]
+    worst, steps = re.fullmatch(r"(\S+) after (\d+) steps of \(22, 10\)", said).groups()  # type: ignore[union-attr]
+    assert int(steps) == 26
+    assert float(worst) < IN_FLOAT32
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    said = run_script(EXAMPLES / "sft.py", 2, **ONE_THREAD)
+    a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
+    assert a + b == 32
+    assert "512 parameters trained" in said
+
+
+def test_only_the_adapter_travels(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    programs = Path(sys.executable).parent
+    for name, speed in (("a", 4), ("b", 1)):
+        points = [{"batch": b, "seconds": b * 0.001 / speed} for b in (1, 4, 16)]
+        known = {"device": {"name": name}, "model": {"name": "lora"}, "points": points}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"schema": "pyps.profile/1", **known}))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    for words in (
+        ["pyps-plan", "cluster.toml", "-o", "plan.json"],
+        [
+            "pyps",
+            "run",
+            "--plan",
+            "plan.json",
+            "--samples",
+            "400",
+            "--run-dir",
+            "run",
+            str(EXAMPLES / "adapter.py"),
+        ],
+    ):
+        command = [sys.executable, str(programs / words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "512 of 15392 parameters travel" in done.stdout
+
+
+CLUSTER = """
+[job]
+global_batch = 20
+[run]
+policy = "bsp"
+codec = "int8"
+local_steps = 5
+[[worker]]
+name = "a"
+profile = "a.json"
+required = true
+[[worker]]
+name = "b"
+profile = "b.json"
+required = true
+"""
