@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      9
+#define PYPS_ABI      10
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -246,6 +246,12 @@ PYPS_API int pyps_get_tensor(pyps_store *store, uint32_t index, pyps_tensor *out
 /* rank -1: the lowest rank that no live worker has. A dead worker's rank is inherited. */
 PYPS_API int pyps_join(pyps_store *store, int role, int rank, int *rank_out);
 PYPS_API int pyps_leave(pyps_store *store);
+/* How many threads of this process a worker's calls may use, the caller's among them: 1, unless it is set, to 64. Before
+ * or after joining; they last until leave, and come again at the next join. Pushes, pulls and exchanges of some hundred
+ * thousand parameters or more share their chunks; the bits are the same with any number. Each thread but the caller's
+ * sleeps between calls, blocks all signals, and takes one of max_participants for itself, of those past the ranks and
+ * 8 more: *threads_out (NULL: not asked) says how many there are now. */
+PYPS_API int pyps_set_threads(pyps_store *store, uint32_t threads, uint32_t *threads_out);
 PYPS_API int pyps_rejoin(pyps_store *store); /* after PYPS_EFENCED: active again with the same rank */
 
 /* start, pull, (compute), stage, push: all need a joined worker. A worker whose rank rests waits in start until it has

@@ -227,18 +227,52 @@ int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version) {
     }
 }
 
-int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
+struct target {
+    uint64_t version, others; /* others: up to that one, tickets that others apply */
+};
+
+static int follow_taken(pyps_store *s, a32 *next, const void *what) {
+    const struct target *target = what;
     bool moving = true; /* the participants before us advance; after one stall we do not wait again */
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
-        /* Waits only for tickets that others apply: up to `version`, or up to the one before our own. */
-        uint64_t others = own == version ? version - 1 : version;
-        bool there = word_version(load_acquire(&s->words[chunk])) >= others;
-        moving = there || (moving && wait_for_word(s, &s->words[chunk], word_make(others, 0)));
-        int rc = chunk_advance(s, chunk, version);
+    for (uint32_t chunk; (chunk = next32_relaxed(next)) < s->geometry.chunks;) {
+        bool there = word_version(load_acquire(&s->words[chunk])) >= target->others;
+        moving = there || (moving && wait_for_word(s, &s->words[chunk], word_make(target->others, 0)));
+        int rc = chunk_advance(s, chunk, target->version);
         if (rc) return rc;
     }
-    if (s->complete_version < version) s->complete_version = version;
     return PYPS_OK;
+}
+
+static uint32_t chunks_behind(const pyps_store *s, uint64_t version) {
+    uint32_t behind = 0;
+    for (uint32_t chunk = 0; s->crew && chunk < s->geometry.chunks; chunk++)
+        behind += word_version(load_acquire(&s->words[chunk])) < version;
+    return behind;
+}
+
+int chunks_follow(pyps_store *s, uint64_t version, uint64_t own) {
+    struct target target = {version, own == version ? version - 1 : version};
+    int rc = crew_work(s, chunks_behind(s, version), follow_taken, &target);
+    if (!rc && s->complete_version < version) s->complete_version = version;
+    return rc;
+}
+
+struct part {
+    uint64_t version;
+    uint32_t part, parts;
+};
+
+static int advance_taken(pyps_store *s, a32 *next, const void *what) {
+    const struct part *of = what;
+    int rc = PYPS_OK;
+    for (uint32_t chunk; !rc && (chunk = of->part + of->parts * next32_relaxed(next)) < s->geometry.chunks;)
+        rc = chunk_advance(s, chunk, of->version);
+    return rc;
+}
+
+int chunks_advance_part(pyps_store *s, uint64_t version, uint32_t part, uint32_t parts) {
+    struct part of = {version, part, parts};
+    return crew_work(s, s->geometry.chunks / parts, advance_taken, &of);
 }
 
 int chunks_complete(pyps_store *s, uint64_t version) {

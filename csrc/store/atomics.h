@@ -47,6 +47,22 @@ static inline uint32_t load32_acquire(const a32 *p) { return atomic_load_explici
 static inline void store32_release(a32 *p, uint32_t v) { atomic_store_explicit(p, v, memory_order_release); }
 static inline uint32_t load32_seq(const a32 *p) { return atomic_load_explicit(p, memory_order_seq_cst); }
 static inline void add32_seq(a32 *p, uint32_t v) { atomic_fetch_add_explicit(p, v, memory_order_seq_cst); }
+static inline uint32_t sub32_seq(a32 *p, uint32_t v) {
+    return atomic_fetch_sub_explicit(p, v, memory_order_seq_cst);
+}
+static inline uint32_t next32_relaxed(a32 *p) {
+    return atomic_fetch_add_explicit(p, 1, memory_order_relaxed);
+}
+static inline void max32(a32 *p, uint32_t v) {
+    uint32_t found = load32_acquire(p);
+    while (found < v && !atomic_compare_exchange_weak(p, &found, v)) {
+    }
+}
+static inline void min64(a64 *p, uint64_t v) {
+    uint64_t found = load_acquire(p);
+    while (found > v && !atomic_compare_exchange_weak(p, &found, v)) {
+    }
+}
 static inline uint64_t add64_relaxed(a64 *p, uint64_t v) {
     return atomic_fetch_add_explicit(p, v, memory_order_relaxed);
 }

@@ -59,12 +59,13 @@ static void fill_word(pyps_store *s, a64 *words, uint32_t chunk) {
     wake_progress(s);
 }
 
-/* A member's part of the chunks of its round, as in finish_round of push.c. */
+/* A member's part of the chunks of its round, as in finish_round of push.c; of that, each hand of it has a part. */
 static void fill_own_part(pyps_store *s, a64 *words) {
     uint32_t parts = s->ticket.kind == TICKET_ROUND ? s->source_count : 0;
     for (uint32_t part = 0; part < parts; part++) {
-        if (s->sources[part].slot != s->slot) continue;
-        for (uint32_t chunk = part; chunk < trained_chunks(s); chunk += parts) fill_word(s, words, chunk);
+        if (s->sources[part].slot != worker_slot(s)) continue;
+        for (uint32_t chunk = part + parts * s->hand; chunk < trained_chunks(s); chunk += parts * s->hands)
+            fill_word(s, words, chunk);
     }
 }
 
@@ -99,6 +100,16 @@ void norm_reset(const pyps_store *s, uint32_t staging) {
     forget(s, sums_of(s, staging_header(s, s->slot, staging)));
 }
 
+/* The first ones last: they are applied first. */
+static int sum_taken(pyps_store *s, a32 *next, const void *what) {
+    const struct ticket *ticket = what;
+    const struct staging_header *header = staging_header(s, ticket->slot, ticket->staging);
+    s->source_count = 0, s->ticket = *ticket;
+    for (uint32_t taken; (taken = next32_relaxed(next)) < trained_chunks(s);)
+        fill_word(s, sums_of(s, header), trained_chunks(s) - 1 - taken);
+    return PYPS_OK;
+}
+
 void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out) {
     const struct staging_header *header = staging_header(s, s->slot, staging);
     bool clipped = false;
@@ -108,14 +119,10 @@ void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out) {
         clipped |= header->hyper[group].clip_norm > 0;
     if (!clipped) return;
     norm_reset(s, staging);
-    s->source_count = 0;
-    s->ticket = (struct ticket){.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
-    *finite_out = true;
-    for (uint32_t chunk = trained_chunks(s); chunk-- > 0;) { /* the first ones last: they are applied first */
-        fill_word(s, sums_of(s, header), chunk);
-        *finite_out &= isfinite(sum_of_word(load_relaxed(&sums_of(s, header)[chunk]))) != 0;
-    }
+    struct ticket ticket = {.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
+    crew_work(s, trained_chunks(s), sum_taken, &ticket);
     for (uint32_t chunk = 0; chunk < trained_chunks(s); chunk++)
         sum += sum_of_word(load_acquire(&sums_of(s, header)[chunk]));
+    *finite_out = isfinite(sum) != 0;
     s->own.norm = sqrt(sum) * fabs((double)header->scale);
 }

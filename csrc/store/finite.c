@@ -23,14 +23,33 @@ static int check_run(const pyps_store *s, const float *values, uint64_t at, uint
     return kernels_chosen()->finite(values, length) ? PYPS_OK : refuse(s, values, at, length);
 }
 
-int finite_check(const pyps_store *s, const float *values, uint32_t first, float *to) {
-    for (uint32_t chunk = s->geometry.chunks; chunk-- > first;) {
+struct looking {
+    const float *values;
+    uint32_t first;
+    float *to;
+    a32 *refused; /* 1 + the last chunk that has a value that is not finite; 0: none */
+};
+
+/* A chunk before one that is refused is not looked at: the last one is the same whichever hand took it. */
+static int look_at_taken(pyps_store *s, a32 *next, const void *what) {
+    const struct looking *l = what;
+    uint32_t count = s->geometry.chunks - l->first;
+    for (uint32_t taken; (taken = next32_relaxed(next)) < count && !load32_acquire(l->refused);) {
+        uint32_t chunk = s->geometry.chunks - 1 - taken;
         uint64_t at = (uint64_t)chunk * s->geometry.chunk_params;
-        int rc = check_run(s, values + at, at, s->chunks[chunk].length);
-        if (rc) return rc;
-        if (to) memcpy(to + at, values + at, s->geometry.chunk_params * sizeof *to);
+        if (!kernels_chosen()->finite(l->values + at, s->chunks[chunk].length)) max32(l->refused, chunk + 1);
+        else if (l->to) memcpy(l->to + at, l->values + at, s->geometry.chunk_params * sizeof *l->to);
     }
     return PYPS_OK;
+}
+
+int finite_check(pyps_store *s, const float *values, uint32_t first, float *to) {
+    a32 refused = 0;
+    struct looking looking = {values, first, to, &refused};
+    crew_work(s, s->geometry.chunks - first, look_at_taken, &looking);
+    if (!refused) return PYPS_OK;
+    uint64_t at = (uint64_t)(refused - 1) * s->geometry.chunk_params;
+    return refuse(s, values + at, at, s->chunks[refused - 1].length);
 }
 
 int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,

@@ -79,11 +79,12 @@ static bool look_at(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
 /* With the worker's own last gradient from `at` of the flat vector. A gradient is decoded, and parameters are widened,
  * from the beginning of a block and a block at a time. */
 static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uint64_t at, struct look l) {
-    uint32_t staging = s->own.staging, codec = s->own.ticket ? staging_codec(s, s->slot, staging) : PYPS_F32;
+    uint32_t staging = s->own.staging, slot = worker_slot(s);
+    uint32_t codec = s->own.ticket ? staging_codec(s, slot, staging) : PYPS_F32;
     uint32_t first = (uint32_t)(at % s->geometry.chunk_params);
     bool whole = codec == PYPS_F32 && !chunk_has_halves(s, chunk);
     size_t length = l.length;
-    const pyps_hyper *pushed = &staging_header(s, s->slot, staging)->hyper[s->chunks[chunk].group];
+    const pyps_hyper *pushed = &staging_header(s, slot, staging)->hyper[s->chunks[chunk].group];
     l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
     if (pushed->clip_norm > 0) l.scale *= norm_factor(s->own.norm, pushed->clip_norm);
     for (size_t from = 0; from < length; from += l.length) {
@@ -92,7 +93,7 @@ static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uin
         l.length = length - from < at_a_time ? length - from : at_a_time;
         l.from[0] = buffer_params(s, chunk, buffer, first + (uint32_t)from, l.length, params);
         if (s->own.ticket)
-            l.gradient = before + staging_gradient(s, s->slot, staging, codec, at + from - before,
+            l.gradient = before + staging_gradient(s, slot, staging, codec, at + from - before,
                                                    before + l.length, block);
         kernels_chosen()->look[s->geometry.optimizer](&l);
         l.to += l.length;

@@ -6,6 +6,7 @@
 #include "store/store.h"
 
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* the time that helpers get to finish reading */
+#define KEPT_SLOTS               8u /* that no thread takes: observers, new workers, those that reap */
 #define READER_SLICE_NANOSECONDS UINT64_C(100000)
 
 /* Is any staging buffer of this slot still needed: by a round that has not closed, by a ticket that this handle has not
@@ -195,6 +196,37 @@ static int find_slot(pyps_store *s, enum purpose purpose, int rank) {
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }
 
+/* A hand's: none that a rank or one of KEPT_SLOTS others may need, and none that holds anything. */
+static int take_slot(pyps_store *hand) {
+    for (uint32_t slot = hand->geometry.max_participants; slot-- > hand->geometry.ranks + KEPT_SLOTS;) {
+        if (load_acquire(&hand->slots[slot].id) || slot_lock(hand, slot)) continue;
+        hand->slot = slot;
+        int rc = load_acquire(&hand->slots[slot].id) ? PYPS_EBUSY : take_over(hand, TO_REAP, -1, ANY);
+        if (!rc) return PYPS_OK;
+        if (rc == PYPS_EBUSY) slot_unlock(hand, slot), hand->slot = NONE;
+        else release_slot(hand);
+        if (rc != PYPS_EBUSY) return rc;
+    }
+    return fail(PYPS_EFULL, "max_participants: of %u slots none past %u ranks and %u others is free",
+                hand->geometry.max_participants, hand->geometry.ranks, KEPT_SLOTS);
+}
+
+/* As many as find a slot and memory. */
+static void begin_crew(pyps_store *s) {
+    int rc = s->role == PYPS_WORKER ? PYPS_OK : PYPS_EBUSY;
+    while (!rc && crew_threads(s) < s->threads) rc = crew_add(s, take_slot, release_slot);
+}
+
+int pyps_set_threads(pyps_store *s, uint32_t threads, uint32_t *threads_out) {
+    int rc = store_check_usable(s, false);
+    if (rc || (rc = pyps__between("threads", threads, 1, MOST_THREADS))) return rc;
+    s->threads = threads;
+    if (crew_threads(s) > threads) crew_end(s, release_slot);
+    if (s->slot != NONE) begin_crew(s);
+    if (threads_out) *threads_out = crew_threads(s);
+    return PYPS_OK;
+}
+
 int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     int rc = store_check_usable(s, false);
     if (rc) return rc;
@@ -205,8 +237,10 @@ int pyps_join(pyps_store *s, int role, int rank, int *rank_out) {
     bool works = role != PYPS_OBSERVER;
     if ((rc = find_slot(s, works ? TO_WORK : TO_OBSERVE, works ? rank : -1))) return rc;
     if ((rc = enter(s, role, rank))) release_slot(s);
-    else if (rank_out) *rank_out = s->rank;
-    return rc;
+    if (rc) return rc;
+    if (rank_out) *rank_out = s->rank;
+    begin_crew(s);
+    return PYPS_OK;
 }
 
 /* Where no round that is open and no helper needs it. */
@@ -224,6 +258,7 @@ static int leave(pyps_store *s, bool detaches) {
     int rc = store_check_usable(s, true), failed = PYPS_OK;
     if (rc) return rc;
     bool changed;
+    crew_end(s, release_slot);
     rc = member_leave(s, s->slot, s->id, PYPS_LEFT, &changed);
     if (!rc) give_back_staging(s);
     if (detaches && s->role == PYPS_WORKER) failed = mapping_detach_staging(s);

@@ -19,22 +19,52 @@ static int round_complete(pyps_store *s) {
     return rc ? rc : chunks_complete(s, version);
 }
 
+struct copying {
+    float *flat;
+    uint64_t ticket; /* chunks that were streamed with it are there already; 0: none */
+    a64 *oldest;
+};
+
+static int copy_taken(pyps_store *s, a32 *next, const void *what) {
+    const struct copying *c = what;
+    uint64_t word, oldest = UINT64_MAX;
+    for (uint32_t chunk; (chunk = next32_relaxed(next)) < s->geometry.chunks;) {
+        uint64_t version = c->ticket;
+        if (!version || s->streamed[chunk] != version) {
+            int rc = chunk_pin(s, chunk, &word);
+            if (rc) return rc;
+            chunk_look(s, chunk, word_buffer(word), c->flat);
+            FAILPOINT("pull.copied");
+            chunk_unpin(s);
+            version = word_version(word);
+        }
+        if (version < oldest) oldest = version;
+    }
+    min64(c->oldest, oldest);
+    return PYPS_OK;
+}
+
+int chunks_copy(pyps_store *s, float *flat, uint64_t ticket, uint64_t *version_out) {
+    a64 oldest = UINT64_MAX;
+    struct copying copying = {flat, ticket, &oldest};
+    uint32_t count = ticket ? 0 : s->geometry.chunks;
+    for (uint32_t chunk = 0; ticket && chunk < s->geometry.chunks; chunk++)
+        count += s->streamed[chunk] != ticket;
+    int rc = crew_work(s, count, copy_taken, &copying);
+    kernels_chosen()->copied();
+    *version_out = oldest;
+    return rc;
+}
+
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     int rc = store_check_usable(s, true);
     if (rc || (rc = given(flat)) || (rc = given(version_out))) return rc;
-    uint64_t word, oldest = UINT64_MAX;
-    if ((rc = round_complete(s)) || (rc = lookahead_set(s))) return rc;
-    for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) {
-        if ((rc = chunk_pin(s, chunk, &word))) return rc;
-        chunk_look(s, chunk, word_buffer(word), flat);
-        FAILPOINT("pull.copied");
-        chunk_unpin(s);
-        if (word_version(word) < oldest) oldest = word_version(word);
-    }
-    kernels_chosen()->copied();
+    uint64_t version;
+    if ((rc = round_complete(s)) || (rc = lookahead_set(s)) || (rc = chunks_copy(s, flat, 0, &version)))
+        return rc;
     activity_pulled(s, activity_bytes(s, PYPS_F32));
-    *version_out = oldest;
-    return pull_record(s, oldest);
+    *version_out = version;
+    return pull_record(s, version);
 }
 
 /* Values of one chunk are of one version: it stays pinned from its first range to its last. */

@@ -173,8 +173,7 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
         uint32_t part = 0, parts = s->source_count;
         for (uint32_t i = 0; i < parts; i++)
             if (s->sources[i].slot == s->slot) part = i;
-        for (uint32_t chunk = part; chunk < s->geometry.chunks && rc == PYPS_OK; chunk += parts)
-            rc = chunk_advance(s, chunk, ticket);
+        rc = chunks_advance_part(s, ticket, part, parts);
     }
     if (rc == TRY_AGAIN) rc = PYPS_OK; /* the ring has moved on: the round is complete */
     if (rc == PYPS_OK) rc = chunks_complete(s, ticket);

@@ -88,12 +88,13 @@ static pyps_store *new_handle(int fd) {
     handle_list(s);
     s->fd = fd, s->file = file_behind(fd), s->process = getpid();
     s->slot = s->private_view = s->private_buffer = s->reclaims = NONE;
-    s->rank = s->journal = -1;
+    s->rank = s->journal = -1, s->hands = 1;
     for (size_t i = 0; i < sizeof s->free_cache / sizeof *s->free_cache; i++) s->free_cache[i] = NONE;
     return s;
 }
 
 static void destroy(pyps_store *s) {
+    crew_end(s, NULL);
     handle_unlist(s);
     mapping_end(s);
     file_close(s->fd, s->file);

@@ -24,6 +24,8 @@
  *           no hazard does (buffers.c). Each participant pins at most one buffer by its hazard and holds at
  *           most one in private. It brings two before it is a member or helps, so any number of them may stop or
  *           die at once, and each of the others still finds a buffer.
+ *   threads A worker's process may apply with several threads (crew.c). Each has a slot, hazards and spares of its own:
+ *           it is one more participant that helps, without a member in the view.
  *   death   A participant is dead when its lock byte is free or its process is gone (slots.c). Its
  *           admitted pushes are completed, its claims returned, its buffers released (reap.c). A *stopped* process is
  *           not dead: it keeps its buffers. If it delays a round it is fenced: its next admission is refused.
@@ -35,7 +37,7 @@
  * WHICH FILE CALLS WHICH. The files stand on floors. A file calls only files that this list has before it
  * (tests/c/test_layers_c.py):
  *
- *   words         wait, activity, layout, geometry, handle, mapping, places
+ *   words         wait, activity, layout, geometry, handle, mapping, places, crew
  *   buffers       slots, journal, view_store, buffers
  *   gradients     ranges, gradient, clip_norm, averaged, look, staging, encoded
  *   apply         apply
@@ -68,6 +70,7 @@
 #define WAIT_SLICE_NANOSECONDS UINT64_C(50000000)  /* how often a waiter looks for the dead */
 #define STOP_NANOSECONDS       UINT64_C(100000000) /* a sleep that lasts so much longer was a stop */
 #define STALL_NANOSECONDS      UINT64_C(500000)    /* a predecessor that takes longer on a chunk is helped */
+#define MOST_THREADS           64u
 #define SNAPSHOT_GRACE_SECONDS 1.0 /* a pusher without spares for so long cancels the snapshot */
 
 /* What a descriptor leads to, until this process closes it: then another file may get its number. */
@@ -132,6 +135,10 @@ struct pyps_store {
     float *stream_to;    /* during an exchange: the caller's copy of the parameters */
     uint64_t *streamed;  /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
+    uint32_t threads;        /* that its calls may use, as the caller has said; 0 is 1 */
+    struct crew *crew;       /* those that it has; NULL: the caller's alone */
+    const pyps_store *helps; /* this is a hand of that worker's crew; NULL: it is none */
+    uint32_t hand, hands;    /* which of how many work on the present call; the caller's is 0 */
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
     uint32_t round_staging;
     pyps_push_result staged; /* what that push knew when it was staged */
@@ -192,6 +199,9 @@ static inline uint32_t chunk_states(const pyps_store *s, uint32_t chunk) {
     return s->chunks[chunk].averaged ? 0 : s->layout.states;
 }
 
+/* The slot of the worker for which the handle works: its own, or that of the handle whose hand it is. */
+static inline uint32_t worker_slot(const pyps_store *s) { return s->helps ? s->helps->slot : s->slot; }
+
 static inline uint32_t holder_of(const pyps_store *s) { return s->slot + 1; }
 
 /* ---- words ---- */
@@ -248,6 +258,16 @@ float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging)
 uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging);
 float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec);
 float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
+
+/* crew.c */
+/* Takes chunks by next32_relaxed(next) until none is left, and does its part for each. Doing all again changes nothing. */
+typedef int crew_job(pyps_store *hand, a32 *next, const void *what);
+/* Lets the crew take part in a job of so many chunks. Every chunk is done, or the error is the caller's own. */
+int crew_work(pyps_store *s, uint32_t chunks, crew_job *job, const void *what);
+/* One thread more, whose slot `take_slot` finds. */
+int crew_add(pyps_store *s, int (*take_slot)(pyps_store *), void (*leave_slot)(pyps_store *));
+uint32_t crew_threads(const pyps_store *s);                     /* with the caller's */
+void crew_end(pyps_store *s, void (*leave_slot)(pyps_store *)); /* NULL: the segment is not touched */
 
 /* ---- buffers ---- */
 
@@ -394,6 +414,8 @@ int staging_encode(pyps_store *s, const pyps_push_args *args, struct event *e, p
 /* apply.c */
 /* Applies the tickets that the chunk lacks, up to `version`. */
 int chunk_advance(pyps_store *s, uint32_t chunk, uint64_t version);
+/* The same of a part of the chunks: every `parts`th, from `part` on. */
+int chunks_advance_part(pyps_store *s, uint64_t version, uint32_t part, uint32_t parts);
 /* Brings every chunk to `version`, behind participants that are already at it. `own`: a ticket that no other
  * participant is expected to apply, or 0. */
 int chunks_follow(pyps_store *s, uint64_t version, uint64_t own);
@@ -425,7 +447,7 @@ int participant_leave(pyps_store *s); /* pyps_leave, but the staging buffers sta
 
 /* finite.c */
 /* That every value is finite, from the chunk `first` on; copies the gradient meanwhile, unless `to` is NULL. */
-int finite_check(const pyps_store *s, const float *values, uint32_t first, float *to);
+int finite_check(pyps_store *s, const float *values, uint32_t first, float *to);
 /* The same of ranges, which lie at their places, or packed one after the other. */
 int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
                         uint64_t count);
@@ -438,6 +460,8 @@ int staging_fill(pyps_store *s, const pyps_push_args *args, struct event *e, pyp
 
 /* pull.c */
 int pull_record(pyps_store *s, uint64_t version); /* in the view */
+/* Copies every chunk but those that an exchange's ticket was streamed with (0: none). *version_out: the oldest. */
+int chunks_copy(pyps_store *s, float *flat, uint64_t ticket, uint64_t *version_out);
 
 /* ---- stores ---- */
 

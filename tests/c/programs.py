@@ -27,6 +27,7 @@ CSRC = C.parents[1] / "csrc"
 BUILT = C.parents[1] / "build" / "tests"
 FLAGS = (f"-I{CSRC}", "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-ffp-contract=off")
 FLAGS += ("-DVIEWS_ALLOCATED=2u",)  # so that most views get their memory when they are first needed
+FLAGS += ("-DLEAST_CHUNKS=2u",)  # so that a crew of threads shares small stores too
 UNDEFINED = "undefined,float-cast-overflow,float-divide-by-zero"
 SANITIZERS: Mapping[str, tuple[str, ...]] = {
     "none": ("-O2",),
@@ -217,12 +218,13 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     commands = [("protocol", name) for name in PROTOCOL]
     if sanitizer == "thread":
         rounds = str(10 * faults)
-        return [*commands, ("threads", "asp", rounds), ("threads", "bsp", rounds)]
+        return [*commands, ("threads", "asp", rounds, "3"), ("threads", "bsp", rounds, "1")]
     torture = [
-        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm, "1", "0")
-        for policy, optimizer, chunks, buffers, clip_norm in (
-            ("asp", "adamw", "4", "2", "0"),
-            ("bsp", "momentum", "1", "1", "100"),
+        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm, "1", "0", threads)
+        for policy, optimizer, chunks, buffers, clip_norm, threads in (
+            ("asp", "adamw", "4", "2", "0", "1"),
+            ("bsp", "momentum", "1", "1", "100", "1"),
+            ("bsp", "momentum", "4", "1", "100", "3"),
         )
     ]
     commands += [("deaths", name) for name in DEATHS]

@@ -26,6 +26,8 @@ def program(programs_folder: Path) -> Path:
 CASES = [
     torture.Case("asp", "adamw"),
     torture.Case("asp", "sgd", chunks=1, buffers=1),
+    torture.Case("asp", "adamw", clip_norm=torture.CLIP_NORM, threads=3),
+    torture.Case("bsp", "momentum", clip_norm=torture.CLIP_NORM, threads=2),
     torture.Case("asp", "sgd", parts=2),
     torture.Case("asp", "adamw", bf16=True),
     torture.Case("bsp", "sgd"),

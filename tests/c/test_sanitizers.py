@@ -67,21 +67,33 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("policy", "optimizer", "bf16"), [("asp", "momentum", "0"), ("bsp", "adamw", "1")])
-def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "bf16", "threads"), [("asp", "momentum", "0", "3"), ("bsp", "adamw", "1", "1")]
+)
+def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str, threads: str) -> None:
     program = programs.build(folder, "torture", "address")
-    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1", bf16)
+    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1", bf16, threads)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("policy", "isa"),
+    ("policy", "crew", "isa"),
     sampled(
-        [("asp", ""), ("asp", "scalar"), ("bsp", ""), ("bsp", "scalar"), ("r2sp", ""), ("ssp", "")], 0, 2
+        [
+            ("asp", "1", ""),
+            ("asp", "2", ""),
+            ("asp", "1", "scalar"),
+            ("bsp", "3", ""),
+            ("bsp", "1", "scalar"),
+            ("r2sp", "2", ""),
+            ("ssp", "1", ""),
+        ],
+        1,
+        3,
     ),
 )
-def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, isa: str) -> None:
-    done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", PYPS_ISA=isa)
+def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, crew: str, isa: str) -> None:
+    done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", crew, PYPS_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{policy}: version " in done.stdout
 
@@ -108,6 +120,6 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("what", sampled(MUTATIONS))
 def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, what: str) -> None:
-    done = programs.run(programs.build(threads, "threads", "thread", change=MUTATIONS[what]), "asp", "4000")
+    done = programs.run(programs.build(threads, "threads", "thread", change=MUTATIONS[what]), "asp", "4000", "1")
     assert done.returncode == 99, done.stdout + done.stderr
     assert "data race" in done.stderr

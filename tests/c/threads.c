@@ -1,7 +1,7 @@
 /* threads.c: participants as threads over one mapping, for ThreadSanitizer, which tells accesses to the same
  * memory by their address: processes, or handles with mappings of their own, would hide every race from it.
  *
- * Usage: threads POLICY ROUNDS. Three steady workers push, two observers pull, one takes strict snapshots,
+ * Usage: threads POLICY ROUNDS CREW. Three steady workers push, two observers pull, one takes strict snapshots,
  * one worker and one unjoined watcher come and go. Every gradient is STEP everywhere, which every codec
  * carries exactly, and the step is w - g, or w - 2 (g / 2) where rounds are clipped: the parameters of version V
  * are -STEP * V.
@@ -22,6 +22,7 @@
 
 static pyps_store *first; /* all participants share its mapping */
 static long rounds;
+static uint32_t crew; /* threads of each steady worker */
 static atomic_int steady_left = STEADY;
 static atomic_ulong pushes, snapshots, cancelled, visits;
 
@@ -67,9 +68,18 @@ static void *steady(void *argument) {
     unsigned turn = seed++;
     (void)argument;
     pyps_store *s = opened();
+    float *flat = malloc(FLAT * sizeof *flat);
+    uint64_t version;
     must(pyps_join(s, PYPS_WORKER, (int)turn, NULL), "join");
-    for (long i = 0; i < rounds; i++) push_one(s, turn + (unsigned)i);
+    must(pyps_set_threads(s, crew, NULL), "threads");
+    CHECK(crew_threads(s) == crew, "%u threads", crew_threads(s));
+    for (long i = 0; i < rounds; i++) {
+        push_one(s, turn + (unsigned)i);
+        must(pyps_pull(s, flat, &version), "a worker's pull");
+        check_chunks(flat, version, false);
+    }
     closed(s);
+    free(flat);
     steady_left--;
     return NULL;
 }
@@ -159,12 +169,13 @@ int main(int argc, char **argv) {
     static void *(*const bodies[THREADS])(void *) = {steady, steady, steady,   passing,
                                                      pull,   pull,   snapshot, watch};
     pthread_t threads[THREADS];
-    if (argc != 3 || (rounds = atol(argv[2])) < 1) return 2;
+    if (argc != 4 || (rounds = atol(argv[2])) < 1) return 2;
+    crew = (uint32_t)atoi(argv[3]);
     alarm(300);
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     uint32_t batches[] = {1, 2, 3, 4};
     pyps_config config = small_config(&tensor, batches, STEADY + 1, policy_numbered(argv[1]));
-    config.max_participants = 12;
+    config.max_participants = 12 + STEADY * crew;
     must(pyps_create("threads", &config, &first), "create");
     if (first->policy->stages) push_hyper = (pyps_hyper){.lr = 2, .clip_norm = STEP * sqrtf(PARAMETERS) / 2};
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, bodies[i], NULL), "no thread");

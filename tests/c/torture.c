@@ -1,8 +1,8 @@
 /* torture.c: processes that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS MASTER: so many chunks, and staging
- * buffers a worker; MASTER is 0, or 1: parameters are kept as bf16. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS MASTER THREADS: so many chunks, staging
+ * buffers a worker, and threads of it that apply; MASTER is 0, or 1: parameters are kept as bf16. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
  * push has the same gradient, so the parameters at version V are those after V optimizer steps, whichever worker
  * died and wherever: a push lost, doubled or torn, or a norm of other chunks than all, would show in their bits.
  * `expected` takes those steps with the scalar kernels alone. Every codec carries the
@@ -56,7 +56,8 @@ static pyps_hyper hypers[] = {
 static const char *const optimizers[] = {
     [PYPS_SGD] = "sgd", [PYPS_MOMENTUM] = "momentum", [PYPS_ADAMW] = "adamw"};
 
-static long countdown; /* failpoints left until this process's next fault; 0: no fault is planned */
+static uint32_t threads;
+static atomic_long countdown; /* failpoints left until this process's next fault; 0: no fault is planned */
 static int fault;
 
 static void draw_fault(void) {
@@ -79,7 +80,7 @@ static void record(const char *name) {
 }
 
 void pyps_failpoint(const char *name) {
-    if (!countdown || --countdown) return;
+    if (!countdown || atomic_fetch_sub(&countdown, 1) != 1) return;
     record(name);
     raise(fault);
     draw_fault(); /* it was a stop, and it is over */
@@ -249,6 +250,7 @@ static void snapshot_once(pyps_store *s) {
 }
 
 static void work(pyps_store *s, int rank) {
+    must(pyps_set_threads(s, threads, NULL), "threads");
     must(pyps_join(s, PYPS_WORKER, rank, NULL), "join");
     while (!shared->finish) {
         push_once(s);
@@ -389,7 +391,8 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
     static const uint32_t batches[WORKERS] = {2, 2, 2};
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {(uint64_t)parameters}};
     pyps_config config = small_config(&tensor, batches, WORKERS, policy_numbered(policy));
-    config.max_participants = 10, config.staging_buffers = staging_buffers;
+    config.max_participants = threads > 1 ? 10 + WORKERS * threads : 10,
+    config.staging_buffers = staging_buffers;
     config.optimizer = optimizer, config.master = master, config.seed = SEED;
     config.policy_params.bound = 1;
     config.round_timeout_seconds = ROUND_TIMEOUT_SECONDS;
@@ -399,7 +402,7 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 10) return 2;
+    if (argc != 11) return 2;
     while (strcmp(optimizers[optimizer], argv[2]))
         if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
     int faults = atoi(argv[3]), chunks = atoi(argv[5]);
@@ -407,7 +410,7 @@ int main(int argc, char **argv) {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     parameters = chunks * CHUNK - UNUSED, flat = calloc((size_t)chunks, CHUNK * sizeof *flat);
     hypers[optimizer].clip_norm = (float)atof(argv[7]), parts = atoi(argv[8]);
-    master = atoi(argv[9]) ? PYPS_BF16 : PYPS_F32;
+    master = atoi(argv[9]) ? PYPS_BF16 : PYPS_F32, threads = (uint32_t)atoi(argv[10]);
     if (master && chunks > ROUNDED_CHUNKS) return 2;
     pyps_store *s = created(argv[1], (unsigned)atoi(argv[6]));
     unsigned kills = torment(faults, (unsigned)atoi(argv[4]));

@@ -25,7 +25,7 @@ def build(folder: Path) -> Path:
 
 class Case(NamedTuple):
     """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
-    parts of the parameters of which each push has one, and whether they are kept as bf16.
+    parts of the parameters of which each push has one, whether they are kept as bf16, and threads of a worker.
     """
 
     policy: str
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     clip_norm: float = 0.0
     parts: int = 1
     bf16: bool = False
+    threads: int = 1
 
 
 HALVES = tuple(Case("asp", "sgd", chunks, parts=2) for chunks in (1, 4, 64))
@@ -60,6 +61,7 @@ def faults_of(case: Case, faults: int) -> int:
 def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.CompletedProcess[str]:
     """Run one torture in a segment folder of its own, which must be empty afterwards."""
     sizes = str(case.chunks), str(case.buffers), str(case.clip_norm), str(case.parts), str(int(case.bf16))
+    sizes += (str(case.threads),)
     return programs.run(program, case.policy, case.optimizer, str(faults), str(seed), *sizes)
 
 
@@ -68,12 +70,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker, which share its chunks")
     options = parser.parse_args()
     survived, turn = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         while survived < options.faults:
-            case = CASES[turn % len(CASES)]
+            case = CASES[turn % len(CASES)]._replace(threads=options.threads)
             faults = faults_of(case, options.faults)
             done = torture(program, case, faults, options.seed + turn)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
