@@ -315,6 +315,11 @@ class LocalBackend:
         out[trained:].view(np.uint8)[:] = codes[codes.size - averaged :]
         return version
 
+    def set_threads(self, threads: int) -> int:
+        what, found = "set_threads", ffi.new("uint32_t *")
+        check(what, lib.pyps_set_threads(self.pointer, unsigned(what, "threads", threads, 32), found))
+        return int(found[0])
+
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """The segment itself keeps what codes do not carry."""
 

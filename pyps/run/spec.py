@@ -47,6 +47,8 @@ from pyps.worker.settings import STAGING_BUFFERS, Settings
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)
 PLAN = "plan.json"
+MOST_THREADS = 4  # of a worker that share its chunks: these few reach what the memory can carry
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_FOLDER = 0o755  # what a resume starts stands in it
 
 
@@ -148,6 +150,7 @@ class RunSpec:
             launched=True,
             resume=self.resumed.path,
             cost_model=self.cost_model if rank.batch == 0 else None,
+            threads=1 if rank.throttle else min(MOST_THREADS, max(1, cores() // len(self.ranks))),
         )
         settings = settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
         return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
@@ -162,6 +165,21 @@ class RunSpec:
         else:
             env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.ranks))))
         return env
+
+
+def cores() -> int:
+    """Whole cores that this process may use: by its affinity, and by the quota of its control groups."""
+    found = len(os.sched_getaffinity(0))
+    try:
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("::/")[2].strip()
+        for folder in (CONTROL_GROUPS / group, *(CONTROL_GROUPS / group).parents):
+            if folder.is_relative_to(CONTROL_GROUPS) and (limit := folder / "cpu.max").is_file():
+                quota, _, period = limit.read_text(encoding="utf-8").partition(" ")
+                if quota != "max":
+                    found = min(found, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass  # no control groups of version 2, or none that this process may read
+    return max(1, found)
 
 
 def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSpec:

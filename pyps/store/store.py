@@ -334,6 +334,17 @@ class Store(StoreHandle):
         with self._calls:
             return finish(out)
 
+    def set_threads(self, threads: int) -> int:
+        """Let up to `threads` threads of this process, the caller's among them, share the chunks of a
+        worker's pushes, pulls and exchanges; how many there are now. They last until `leave`, and come again
+        when it joins. The bits are the same with any number; small models and stores over a link use one.
+
+        Each but the caller's takes one of max_participants, of those past the ranks and 8 more, so there may
+        be fewer than asked for. Raises InvalidArgument unless threads is 1 to 64.
+        """
+        with self._calls as backend:
+            return backend.set_threads(threads)
+
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """Over a link, what the codes of a push do not carry is this process's alone.
 

@@ -236,6 +236,7 @@ class Worker:
         set_planned_turns(store, settings)
         is_new = settings.launched and self.rank >= store.layout.ranks
         store.join(self.rank, "new_worker" if is_new else "worker")
+        store.set_threads(settings.threads)
         if settings.cost_model is not None:
             store.set_cost_model(settings.cost_model)
         ranks = store.ranks()

@@ -78,6 +78,7 @@ class Settings:
     launched: by `pyps run`, which then also removes the segment.
     resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
     cost_model: of this device, for a rank that the plan does not have; None: to be measured.
+    threads: of this process that share the chunks of pushes and pulls.
     """
 
     store: str
@@ -105,6 +106,7 @@ class Settings:
     launched: bool = False
     resume: Path | None = None
     cost_model: CostModel | None = None
+    threads: int = 1
 
     @classmethod
     def from_env(cls) -> Settings:

@@ -92,7 +92,9 @@ def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str, 
         3,
     ),
 )
-def test_participants_as_threads_of_one_mapping_race_nowhere(threads: Path, policy: str, crew: str, isa: str) -> None:
+def test_participants_as_threads_of_one_mapping_race_nowhere(
+    threads: Path, policy: str, crew: str, isa: str
+) -> None:
     done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", crew, PYPS_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{policy}: version " in done.stdout
@@ -120,6 +122,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("what", sampled(MUTATIONS))
 def test_a_hazard_left_out_is_a_race_that_is_found(threads: Path, what: str) -> None:
-    done = programs.run(programs.build(threads, "threads", "thread", change=MUTATIONS[what]), "asp", "4000", "1")
+    program = programs.build(threads, "threads", "thread", change=MUTATIONS[what])
+    done = programs.run(program, "asp", "4000", "1")
     assert done.returncode == 99, done.stdout + done.stderr
     assert "data race" in done.stderr

@@ -25,7 +25,8 @@ def build(folder: Path) -> Path:
 
 class Case(NamedTuple):
     """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
-    parts of the parameters of which each push has one, whether they are kept as bf16, and threads of a worker.
+    parts of the parameters of which each push has one, whether they are kept as bf16, and threads of a
+    worker.
     """
 
     policy: str
