@@ -154,10 +154,6 @@ class Away:
             flat = self._staging_buffers[staging] = np.zeros(self.layout.flat_elements, np.float32)
         return flat[:]  # a later holder of the staging buffer gets one that may be written again
 
-    def set_threads(self, threads: int) -> int:
-        """The server applies pushes; this process has no chunks to share."""
-        return 1
-
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         trained = self.layout.trained_elements
         if start is not None and start.shape != (trained,):

@@ -187,11 +187,6 @@ class Backend(Protocol):
         worker rejoins or starts. Raises NotFinite, having sent nothing.
         """
 
-    def set_threads(self, threads: int) -> int:
-        """Threads of this process that share a worker's chunks; how many it has now. A store over a link has
-        its server's: 1. Raises InvalidArgument.
-        """
-
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """Where this process keeps what its codes do not carry: begin with `start`, fp32 [trained_elements]
         (None: nothing), and give `keep` each push's staging buffer and residual before it is sent. A store on

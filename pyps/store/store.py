@@ -343,7 +343,7 @@ class Store(StoreHandle):
         be fewer than asked for. Raises InvalidArgument unless threads is 1 to 64.
         """
         with self._calls as backend:
-            return backend.set_threads(threads)
+            return backend.set_threads(threads) if isinstance(backend, LocalBackend) else 1
 
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:
         """Over a link, what the codes of a push do not carry is this process's alone.

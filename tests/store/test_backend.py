@@ -20,8 +20,7 @@ from pyps.store.backend import Backend
 
 VERBS = [name for name, value in vars(Backend).items() if not name.startswith("_") and callable(value)]
 FACTS = [name for name, value in vars(Backend).items() if isinstance(value, property)]
-# The client does them itself.
-HERE = {"close", "stage", "unstage", "staging", "keep_residual", "journal", "set_threads"}
+HERE = {"close", "stage", "unstage", "staging", "keep_residual", "journal"}  # the client does them itself
 SENT = {"begin_transfer": "transfer"}  # under another name, as its end is another call
 TABLE = {**pyps.remote.verbs.VERBS, **pyps.shards.verbs.VERBS}
 
