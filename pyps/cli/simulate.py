@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pyps.cli.options import with_options
 from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
-from pyps.cli.terminal import terminal
+from pyps.cli.terminal import say, terminal
 from pyps.errors import InputError
 from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
@@ -126,6 +126,8 @@ def simulate_command(
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
     scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
+    if scenario.differences:
+        say(f"warning: {plan} is not the plan of {cluster}: {'; '.join(scenario.differences)}", stderr=True)
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
     chosen = _policies(policies or scenario.policy or "all", wanted.round_timeout, pipeline)
     if wanted.micro_batch is not None:

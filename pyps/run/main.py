@@ -77,6 +77,9 @@ def run_prepared(
         on_notice(
             f"{spec.plan_path}: its predictions do not hold for this run ({'; '.join(spec.departures)})"
         )
+    if spec.differences and on_notice is not None:
+        source = options.throttle_from
+        on_notice(f"{spec.plan_path} is not the plan of {source}: {'; '.join(spec.differences)}")
     with ExitStack() as stack:
         folder = str(spec.run_dir / "tensorboard")
         own = [stack.enter_context(open_sink(text, folder)) for text in options.metrics]

@@ -23,6 +23,7 @@ from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table
 from pyps.solver.links import stated_links
 from pyps.solver.online.prior import prior_of
+from pyps.solver.report.differences import differences
 from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.settings import ThrottleSpec
 
@@ -83,6 +84,18 @@ def other_devices(plan: Plan, ranks: Sequence[RankSpec], source: str | os.PathLi
         if not math.isclose(planned, now, rel_tol=SAME_COST):
             found.append(f"{worker.name}'s profile has changed since: {now / planned:.2f} times the seconds")
     return found
+
+
+def other_cluster(plan: Plan, source: str | os.PathLike[str] | None) -> list[str]:
+    """In what the plan is not that of the cluster file whose devices are emulated. source: as for
+    `throttles`.
+    """
+    if source is None or os.fspath(source) == FROM_PLAN:
+        return []
+    cluster = read_cluster(source)
+    profiles = [read_profile(group.profile) for group in cluster.worker]
+    fitted = [msgspec.structs.replace(profile, fit=fit_of(profile)) for profile in profiles]
+    return differences(plan, cluster, fitted)
 
 
 def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:

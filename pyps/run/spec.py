@@ -27,6 +27,7 @@ from pyps.run.ranks import (
     cost_model_of,
     even_plan,
     new_rank,
+    other_cluster,
     other_devices,
     rank_specs,
     throttles,
@@ -59,7 +60,8 @@ class RunSpec:
     plan: as it is run; its file is `plan_path`.
     ranks: those to start here.
     modes: of every rank.
-    departures: in what they are not the plan's, so that its prediction does not hold.
+    departures: in what they are not the plan's, so that its prediction does not hold. differences: in what
+    the plan is not that of the cluster file whose devices are emulated.
     folder: where its processes start.
     resumed: what it goes on from.
     cost_model: of ranks that the plan does not have.
@@ -72,6 +74,7 @@ class RunSpec:
     ranks: tuple[RankSpec, ...]
     modes: tuple[RankMode, ...]
     departures: tuple[str, ...]
+    differences: tuple[str, ...]
     store: str
     run_dir: Path
     command: tuple[str, ...]
@@ -215,6 +218,7 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
             *departures(planned, policy, by_rank),
             *other_devices(planned, ranks, options.throttle_from),
         ),
+        differences=tuple(other_cluster(planned, options.throttle_from)),
         store=store,
         run_dir=_make_run_folder(options.run_dir, resumed),
         command=(

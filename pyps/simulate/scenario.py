@@ -33,6 +33,7 @@ from pyps.solver.links import WIRE_BYTES, LinkSpec, moved_parameters, shared_lin
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import PlannedRank
+from pyps.solver.report.differences import differences
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
@@ -87,7 +88,8 @@ class Scenario:
     `policy`: the plan's, where one is stated. `pipelined`: the plan has several steps of a worker under way.
     `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
     micro-batch of a worker is a local step. `merges`: the times that a worker pulls between two pushes, and
-    goes on from there; not where workers wait for rounds, take turns, or have a pipeline.
+    goes on from there; not where workers wait for rounds, take turns, or have a pipeline. `differences`: in
+    what a given plan is not the cluster file's.
     """
 
     workers: tuple[SimWorker, ...]
@@ -101,6 +103,7 @@ class Scenario:
     merges: int = 0
     policy: str = ""
     pipelined: bool = False
+    differences: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -138,6 +141,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     cluster = _readable(path)
     profiles = {group.name: _profile(group) for group in cluster.worker}
     plan = _plan(path, cluster, profiles, plan_path)
+    fitted = [profiles[group.name] for group in cluster.worker]
     batches = [w.batch for w in plan.workers]
     if even:
         batches = even_batches(plan.global_batch, len(batches))
@@ -164,6 +168,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         local=local,
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
         pipelined=plan.run is not None and plan.run.pipeline,
+        differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
     )
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
 from pyps.errors import InputError
-from pyps.formats import Pace, Plan, read_cluster, read_profile, write_json
-from pyps.profiler.select import fit_of
+from pyps.formats import Device, ModelInfo, Pace, Plan, Point, Profile, read_cluster, read_profile, write_json
+from pyps.profiler.select import fit_of, select_fit
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan
 from pyps.store.policies import Policy
@@ -77,6 +77,30 @@ def ask(*arguments: object) -> str:
     done = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def test_a_plan_of_another_cluster_file_is_said(tmp_path: Path) -> None:
+    device = Profile(
+        device=Device(name="d"),
+        model=ModelInfo(name="m", parameters=1000),
+        points=[Point(batch=b, seconds=0.01 + 0.001 * b) for b in (1, 8, 64)],
+    )
+    write_json(tmp_path / "p.json", device)
+    cluster = tmp_path / "cluster.toml"
+    text = '[job]\nglobal_batch = 32\n[[worker]]\nname = "a"\ncount = 2\nprofile = "p.json"\n'
+    cluster.write_text(text)
+    read, fit = read_cluster(cluster), select_fit(device.points)
+    write_json(tmp_path / "plan.json", make_plan(read, [msgspec.structs.replace(device, fit=fit)]))
+    assert scenario_of(cluster, plan_path=tmp_path / "plan.json").differences == ()
+    cluster.write_text(text.replace("32", "48") + "batch_multiple = 8\nmax_batch = 40\n")
+    slower = [Point(batch=p.batch, seconds=2 * p.seconds) for p in device.points]  # type: ignore[operator]
+    write_json(tmp_path / "p.json", msgspec.structs.replace(device, points=slower))
+    found = scenario_of(cluster, plan_path=tmp_path / "plan.json").differences
+    fields = [line.partition(":")[0] for line in found]
+    assert fields == [
+        "job.global_batch",
+        *(f"worker[0].{key}" for key in ("profile", "max_batch", "batch_multiple")),
+    ]
 
 
 def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
