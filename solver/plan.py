@@ -37,6 +37,7 @@ from pyps.solver.accumulate import best_size
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_split, even_units, observed
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
+from pyps.solver.job import best_for_job, job_estimate
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
 from pyps.solver.milp.constrained import solve_constrained
@@ -157,6 +158,8 @@ def _fastest_solution(
     or the one for serial rounds at 32 bits, instead, if samples pass faster with it; not with local steps,
     which learn the less the later the slowest worker's are.
     """
+    if cluster.job.is_bounded:
+        return observed(constrained, best_for_job(cluster, ranks, constrained).batches)
     joint = observed(constrained, solve_within_limits(cluster, ranks, constrained).batches)
     if constrained.minimises_iteration or cluster.run.local_steps is not None:
         return joint
@@ -293,7 +296,11 @@ def plan_of(
     r2sp = _turns(constrained, used, compute, links, here)
     if in_rounds and (found := r2sp.remedies) is not None:
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
-    tied = constrained.may_forbid or cluster.limits.price_per_million_samples is not None
+    tied = (
+        constrained.may_forbid
+        or cluster.job.is_bounded
+        or cluster.limits.price_per_million_samples is not None
+    )
     warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
@@ -324,27 +331,28 @@ def plan_of(
         else None,
         cost=cost,
         goodput=goodput,
-        target=_target(cluster.job.target, problem.global_batch / seconds, cost, goodput),
+        target=_target(cluster, ranks, solution, goodput),
     )
 
 
 def _target(
-    samples: float | None, rate: float, cost: CostEstimate | None, goodput: GoodputEstimate | None
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    solution: ConstrainedSolution,
+    goodput: GoodputEstimate | None,
 ) -> TargetEstimate | None:
-    """How long `samples` take, and at what price.
-
-    samples: to train; None: not stated. rate: samples a second. cost, goodput: of the plan; with a goodput
-    the samples are those of batches of base_batch.
-    """
+    """How long the job's target takes with a solution, and at what price; None: there is no target."""
+    samples = cluster.job.target
     if samples is None:
         return None
-    seconds = samples / (goodput.goodput if goodput else rate)
-    hourly = cost.price_per_hour if cost else None
+    found = job_estimate(cluster, ranks, solution, samples)
     return TargetEstimate(
         samples=samples,
-        seconds=seconds,
-        price=None if hourly is None else hourly * seconds / 3600,
+        seconds=found.seconds,
+        price=found.price,
         base_batch=goodput.base_batch if goodput else None,
+        lost=found.lost,
+        checkpoint_every_seconds=found.checkpoint_every_seconds,
     )
 
 

@@ -87,13 +87,21 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     unit: what all batches of this file count. In tokens, a profile's batches are multiplied by its
     model.tokens_per_sample. target: how many samples to train; the plan says how long they take, and their
-    price.
+    price. deadline_hours: use the cheapest workers that train the target by then; budget: those that train it
+    soonest at that price.
     """
 
     global_batch: Batch
     quantile: Quantile | None = None
     unit: Unit = "samples"
     target: Seconds | None = None
+    deadline_hours: Above | None = None
+    budget: Above | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the workers are chosen for the whole job, not for the shortest iteration."""
+        return self.deadline_hours is not None or self.budget is not None
 
 
 class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,8 +109,9 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     min_batch binds only if the worker is used; `required` workers may not be left out. Batches are multiples
     of batch_multiple. A batch may be computed in up to max_accumulation micro-batches, each within max_batch.
-    price_per_hour and watts are those of one device. free_bytes, measured now, replaces the profile's memory
-    budget. `shares` names [[shared]] tables. Groups with the same `together` are used all or not at all.
+    price_per_hour, watts and preemptions_per_hour are those of one device. free_bytes, measured now, replaces
+    the profile's memory budget. `shares` names [[shared]] tables. Groups with the same `together` are used
+    all or not at all.
 
     devices: of which each worker consists. parallel "model": they compute a batch together (tensor or
     pipeline parallel), as the profile has measured. "data": the worker is a node, used whole or not at all.
@@ -120,6 +129,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batch_multiple: Batch = 1
     price_per_hour: Elapsed | None = None
     watts: Elapsed | None = None
+    preemptions_per_hour: Elapsed = 0.0
     bandwidth: Rate | None = None
     latency: Elapsed | None = None
     free_bytes: Bytes | None = None
@@ -197,6 +207,15 @@ class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     samples_per_second: Rate | None = None
 
 
+class Spot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a preemption of a worker costs: seconds of a checkpoint, which the job waits for, and from the
+    preemption until the job goes on from its last checkpoint.
+    """
+
+    checkpoint_seconds: Above = 30.0
+    restart_seconds: Elapsed = 300.0
+
+
 class GoodputInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How useful a larger batch is: the gradient noise scale in samples, and the batch to compare with.
 
@@ -227,6 +246,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sharding: Sharding | None = None
     limits: Limits = Limits()
     shared: list[Shared] = []
+    spot: Spot = Spot()
     goodput: GoodputInfo | None = None
     quantization: Quantization = Quantization()
     simulation: Simulation = Simulation()
@@ -338,7 +358,17 @@ def _check_sharding(where: str, cluster: Cluster) -> None:
 
 
 def _check_limits(where: str, cluster: Cluster) -> None:
-    """Every worker must state a number for each limited quantity."""
+    """Every worker must state a number for each limited quantity; a bounded job has a target."""
+    job = cluster.job
+    for name in ("deadline_hours", "budget"):
+        if getattr(job, name) is None:
+            continue
+        if job.target is None:
+            raise InputError(where, "job.target", "nothing", f"the samples to train, as job.{name} is set")
+        for k, group in enumerate(cluster.worker):
+            if group.price_per_hour is None:
+                expected = f"a number, as job.{name} is set"
+                raise InputError(where, f"worker[{k}].price_per_hour", "nothing", expected)
     needs = {"price_per_million_samples": "price_per_hour"}
     for limit in cluster.limits.__struct_fields__:
         key = needs.get(limit, limit)

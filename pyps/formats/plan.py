@@ -160,12 +160,16 @@ class TargetEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long `samples` take with this plan, and their price; null if a worker in use states none.
 
     base_batch: the samples count as those of batches of this size, as in `goodput`; null: all count alike.
+    lost: how many times longer it takes for preemptions and checkpoints, which is part of `seconds`.
+    checkpoint_every_seconds: with which that is least; null: no preemptions are stated.
     """
 
     samples: Seconds
     seconds: Annotated[float, Meta(gt=0)]
     price: Annotated[float, Meta(ge=0)] | None = None
     base_batch: Batch | None = None
+    lost: Annotated[float, Meta(ge=1)] = 1.0
+    checkpoint_every_seconds: Annotated[float, Meta(gt=0)] | None = None
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
