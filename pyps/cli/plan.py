@@ -24,6 +24,7 @@ from pyps.formats import (
     Profile,
     RunTable,
     WorkerGroup,
+    check_cluster,
     encode,
     read_cluster,
     read_profile,
@@ -32,6 +33,7 @@ from pyps.formats import (
 from pyps.profiler.select import fit_of
 from pyps.solver.auto_batch import best_global_batch
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
+from pyps.solver.job import limits_of_set
 from pyps.solver.plan import (
     at_quantile,
     each_rank,
@@ -107,6 +109,14 @@ TargetSamples = Annotated[
     float | None,
     typer.Option(metavar="N", help="Say how long N samples (or tokens) take, and their price."),
 ]
+DeadlineHours = Annotated[
+    float | None,
+    typer.Option(metavar="HOURS", help="Use the cheapest workers that train the target by then."),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(metavar="PRICE", help="Use the workers that train the target soonest at that price."),
+]
 Explained = Annotated[
     bool,
     typer.Option(
@@ -134,6 +144,8 @@ def plan_command(
     global_batch: GlobalBatchText = None,
     quantile: PlannedQuantile = None,
     target: TargetSamples = None,
+    deadline: DeadlineHours = None,
+    budget: Budget = None,
     explain: Explained = False,
     timeline: TimelineFile = None,
     ring: RingFile = None,
@@ -159,7 +171,8 @@ def plan_command(
     profiles = _fitted_profiles(read)
     with names_file(cluster):
         ranks = planned_ranks(read, profiles)
-        read = _with_options(read, ranks, cluster, global_batch, quantile, target)
+        read = _bounded(cluster, read, target, deadline, budget)
+        read = _with_options(read, ranks, cluster, global_batch, quantile)
         ranks = planned_ranks(read, profiles)
     with working("solving"):
         planned = _planned(cluster, read, ranks)
@@ -188,11 +201,17 @@ def what_if(
         list[str] | None,
         typer.Option(metavar="NAME[*N]", help="Workers to remove: N of a group, or the whole group."),
     ] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Another value: job.global_batch=512, v100.price_per_hour=1.9."
+        ),
+    ] = None,
     as_json: JsonOnly = False,
 ) -> None:
-    """Compare time, price and utilisation before and after adding or removing workers."""
+    """Compare time, price and utilisation before and after a change: of the workers, or of any key."""
     from pyps.cli.plan_view import show_change
-    from pyps.solver.report.whatif import changed, summary_of, verdict
+    from pyps.solver.report.whatif import changed, summary_of, verdict, with_values
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
@@ -202,6 +221,7 @@ def what_if(
     ]
     known = {name: count or 1 for name, count in more.items() if name not in {g.profile for g in new}}
     other = changed(read, known, dict(_counted("--drop", text) for text in drop or ()), new)
+    other = with_values(other, dict(_key_and_value(text) for text in values or ()))
     with names_file(cluster):
         before, after = (
             summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).shown)
@@ -212,6 +232,25 @@ def what_if(
         sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
     else:
         show_change(before, after, sentence, read.job.unit)
+
+
+@app.command("measure-next")
+def measure_next(cluster: ClusterFile, as_json: JsonOnly = False) -> None:
+    """Name the batch sizes to measure next: those whose uncertainty may move the plan.
+
+    Measure them with pyps-profile --batches, add them with pyps-profile merge, and ask again, until no split
+    can win more than 1 %.
+    """
+    from pyps.cli.plan_view import show_next
+    from pyps.solver.report.measure import next_sizes
+
+    read = read_cluster(cluster)
+    with names_file(cluster):
+        found = next_sizes(read, _fitted_profiles(read), pace_of(cluster, read))
+    if as_json:
+        sys.stdout.write(encode(found).decode())
+    else:
+        show_next(found)
 
 
 @app.command("pareto")
@@ -287,18 +326,13 @@ def _with_options(
     path: Path,
     global_batch: str | None,
     quantile: float | None,
-    target: float | None,
 ) -> Cluster:
     """The cluster with the values of the command line.
 
-    read: the cluster as read from `path`, with its ranks. global_batch, quantile, target: the options; None:
-    not given.
+    read: the cluster as read from `path`, with its ranks. global_batch, quantile: the options; None: not
+    given.
     """
     job = read.job
-    if target is not None:
-        if not 0 < target <= MOST_SAMPLES:
-            raise InputError("--target", "", f"{target:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
-        job = msgspec.structs.replace(job, target=target)
     if quantile is not None:
         if not 0 < quantile < 1:
             raise InputError("--quantile", "", f"{quantile:g}", "a number between 0 and 1, as 0.95")
@@ -316,6 +350,20 @@ def _with_options(
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
         job = msgspec.structs.replace(job, global_batch=int(global_batch))
     return msgspec.structs.replace(read, job=job)
+
+
+def _bounded(
+    path: Path, read: Cluster, target: float | None, deadline: float | None, budget: float | None
+) -> Cluster:
+    """The cluster with what the command line says of the whole job."""
+    given = {"target": target, "deadline_hours": deadline, "budget": budget}
+    for option, value in zip(("--target", "--deadline", "--budget"), given.values(), strict=True):
+        if value is not None and not 0 < value <= MOST_SAMPLES:
+            raise InputError(option, "", f"{value:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
+    job = msgspec.structs.replace(read.job, **{k: v for k, v in given.items() if v is not None})
+    bounded = msgspec.structs.replace(read, job=job)
+    check_cluster(str(path), bounded)
+    return bounded
 
 
 def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
@@ -338,6 +386,8 @@ def _checked(planned: _Planned) -> str:
         # The plan is the fastest of all that cost no more an hour.
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
         problem = replace(problem, limits=(*problem.limits, hourly))
+    if planned.cluster.job.is_bounded:  # no set of workers that costs and is preempted as little is faster
+        problem = replace(problem, limits=(*problem.limits, *limits_of_set(planned.ranks, plan)))
     if not problem.minimises_iteration:
         found = solve_within_limits(planned.cluster, planned.ranks, problem)
         return agreement(problem, found.batches.tolist())
@@ -395,6 +445,13 @@ def _counted(option: str, text: str) -> tuple[str, int | None]:
     if found is None:
         raise InputError(option, "", repr(text), "a name, or a name and a number as in p100*2")
     return found[1], int(found[2]) if found[2] else None
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise InputError("--set", "", repr(text), "KEY=VALUE, as job.global_batch=512")
+    return key, value
 
 
 def _new_group(path: str, count: int | None) -> WorkerGroup:

@@ -16,6 +16,7 @@ from pyps.formats.mode import CODEC_BITS
 from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.report.explain import Explanation
+from pyps.solver.report.measure import WORTH, NextSizes
 from pyps.solver.report.whatif import PlanSummary
 
 ROWS_AT_MOST = 64  # the plan file has all rows
@@ -76,6 +77,11 @@ def _summary(plan: Plan) -> list[str]:
         price = "" if target.price is None else f", for {target.price:.4g}"
         like = "" if target.base_batch is None else f" worth those of batches of {target.base_batch}"
         lines.append(f"target     {target.samples:g} {plan.unit}{like}: {_hours(target.seconds)}{price}")
+        if (every := target.checkpoint_every_seconds) is not None:
+            lines.append(
+                f"spot       preemptions and checkpoints make it {target.lost:.3f} times as long; checkpoint "
+                f"every {every / 60:.3g} minutes"
+            )
     return lines
 
 
@@ -187,6 +193,9 @@ def show_change(before: PlanSummary, after: PlanSummary, sentence: str, unit: Un
     table.add_row("price/hour", _or_dash(before.price_per_hour), _or_dash(after.price_per_hour))
     million = before.price_per_million_samples, after.price_per_million_samples
     table.add_row(f"price/million {unit}", _or_dash(million[0]), _or_dash(million[1]))
+    if before.hours is not None:
+        table.add_row("hours to the target", _or_dash(before.hours), _or_dash(after.hours))
+        table.add_row("price of the target", _or_dash(before.price), _or_dash(after.price))
     console = terminal(highlight=True)
     console.print(table)
     console.print(Text(sentence))
@@ -210,6 +219,19 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
         prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
         table.add_row(ms(point.solution.iteration_seconds), *prices, Text(used))
     terminal(highlight=True).print(table)
+
+
+def show_next(found: NextSizes) -> None:
+    """Print a line for each size to measure, what may be won, and the multiples that were noticed."""
+    console = terminal(highlight=True)
+    for one in found.sizes:
+        console.print(Text(f"measure {one.batch:>6}  {one.group} ({one.profile}): {one.why}"), soft_wrap=True)
+    for group, multiple in found.multiples.items():
+        console.print(Text(f"set batch_multiple = {multiple} for {group}: other sizes take longer"))
+    if found.may_win > WORTH:
+        console.print(f"another split may save up to {found.may_win:.1%} of an iteration")
+    else:
+        console.print("no split can save more than 1 % of an iteration, as far as the profiles' bands hold")
 
 
 @contextmanager

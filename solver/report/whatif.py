@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,8 @@ from pyps.solver.report.warnings import few_of
 class PlanSummary:
     """The main figures of a plan. utilisation: the share of the iteration in which the workers compute.
 
-    Prices are None if a worker in use states none. unit: what all that are called samples here count.
+    Prices are None if a worker in use states none. unit: what all that are called samples here count. hours,
+    price: of the job's target; None: it has none.
     """
 
     iteration_seconds: float
@@ -26,6 +28,8 @@ class PlanSummary:
     price_per_hour: float | None
     price_per_million_samples: float | None
     unit: Unit = "samples"
+    hours: float | None = None
+    price: float | None = None
 
 
 def summary_of(plan: Plan) -> PlanSummary:
@@ -38,6 +42,8 @@ def summary_of(plan: Plan) -> PlanSummary:
         price_per_hour=plan.cost.price_per_hour if plan.cost else None,
         price_per_million_samples=plan.cost.price_per_million_samples if plan.cost else None,
         unit=plan.unit,
+        hours=plan.target.seconds / 3600 if plan.target else None,
+        price=plan.target.price if plan.target else None,
     )
 
 
@@ -70,6 +76,37 @@ def changed(
     return whole
 
 
+def with_values(cluster: Cluster, values: Mapping[str, str]) -> Cluster:
+    """The cluster with other values of its keys.
+
+    values: by `GROUP.key` for a key of `[[worker]]`, or `table.key`, as job.global_batch; each as it stands
+    in a cluster file, a name without quotes. Raises InputError.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(cluster)
+    groups = {group["name"]: group for group in plain["worker"]}
+    tables = [name for name in cluster.__struct_fields__ if name not in ("worker", "shared")]
+    shared = {one["name"]: one for one in plain["shared"]}
+    for key, text in values.items():
+        table, _, field = key.rpartition(".")
+        where = groups.get(table) or shared.get(table)
+        if where is None and table in tables:
+            where = plain[table] = plain[table] or {}
+        if where is None:
+            near = ", ".join([*groups, *shared, *tables])
+            raise InputError("--set", key, repr(table), f"a group or a table of the cluster file: {near}")
+        try:
+            where[field] = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            where[field] = text
+        try:
+            msgspec.convert(plain, Cluster)
+        except msgspec.ValidationError as error:
+            raise InputError("--set", key, repr(text), str(error)) from None
+    whole = msgspec.convert(plain, Cluster)
+    check_cluster("the changed cluster", whole)
+    return whole
+
+
 def verdict(before: PlanSummary, after: PlanSummary) -> str:
     """The gain or loss in time, price and utilisation, in one sentence."""
     time = after.iteration_seconds / before.iteration_seconds - 1
@@ -79,6 +116,8 @@ def verdict(before: PlanSummary, after: PlanSummary) -> str:
     old, new = before.price_per_million_samples, after.price_per_million_samples
     if old and new is not None:
         parts.append(f"a million {after.unit} cost {new:.4g} instead of {old:.4g}")
+    if before.hours and after.hours:
+        parts.append(f"the target takes {after.hours:.4g} hours instead of {before.hours:.4g}")
     busy = [f"{x.utilisation:.1%}" for x in (after, before)]
     if busy[0] != busy[1]:
         parts.append(f"workers compute {busy[0]} of the time instead of {busy[1]}")

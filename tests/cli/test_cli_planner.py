@@ -158,6 +158,57 @@ def test_what_if_says_gain_or_loss(shell: Shell) -> None:
     assert shell("what-if", "cluster.toml", "--drop", "fast", "--drop", "slow*1").code == 3
 
 
+def test_what_if_with_other_values(shell: Shell) -> None:
+    found = json.loads(
+        shell(
+            "what-if",
+            "cluster.toml",
+            "--set",
+            "job.global_batch=300",
+            "--set",
+            "slow.bandwidth=1e8",
+            "--json",
+        ).out
+    )
+    assert found["after"]["iteration_seconds"] != found["before"]["iteration_seconds"]
+    known = json.loads(
+        shell(
+            "cluster.toml",
+            "--json",
+            text=CLUSTER.replace("600", "300").replace(
+                "bandwidth = 1e9\nmax_batch = 256", "bandwidth = 1e8\nmax_batch = 256"
+            ),
+        ).out
+    )
+    assert found["after"]["iteration_seconds"] == known["iteration_seconds"]
+    for wrong in (
+        "slow.bandwidht=1",
+        "nothing.count=1",
+        "job.global_batch=0",
+        "job.global_batch",
+        "slow.count=x",
+    ):
+        refused = shell("what-if", "cluster.toml", "--set", wrong)
+        assert refused.code == 2
+        assert "--set" in refused.err
+
+
+def test_a_deadline_a_budget_and_the_check(shell: Shell) -> None:
+    done = shell("cluster.toml", "--target", "1e7", "--deadline", "2", "--check")
+    assert done.code == 0, done.err
+    assert "hours" in done.out
+    assert "same optimum" in done.out
+    assert shell("cluster.toml", "--deadline", "2").code == 2
+    assert shell("cluster.toml", "--target", "1e7", "--budget", "1e-3").code == 3
+
+
+def test_what_to_measure_next(shell: Shell) -> None:
+    done = shell("measure-next", "cluster.toml")
+    assert done.code == 0
+    assert "% of an iteration" in done.out
+    assert json.loads(shell("measure-next", "cluster.toml", "--json").out)["may_win"] >= 0
+
+
 def test_prices_fall_along_the_pareto_front(shell: Shell) -> None:
     done = shell(
         "pareto", "cluster.toml", "--json", "--picture", "front.svg", text=CLUSTER.replace("600", "250")

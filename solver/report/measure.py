@@ -1,0 +1,158 @@
+"""Which sizes to measure next: those whose uncertainty may move the plan.
+
+A device may be as fast as its band says between two measured batches, but not faster than at the smaller of
+the two: more samples never take less time. The plan is made once more with such optimistic curves. As long as
+its iteration is shorter by more than WORTH, another split may win that much; the sizes that it relies on, and
+nobody has measured, are the ones to measure. Once it is not, no split can win more than WORTH, as far as the
+bands hold.
+
+Devices that are fast only at multiples of 8, 16 or 32 show it at sizes off these. If none has been measured,
+one is named; if they take longer, `batch_multiple` is proposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pyps.formats import Cluster, Pace, Plan, Profile
+from pyps.profiler.fit import medians_of, point_seconds
+from pyps.solver.plan import make_plan
+from pyps.solver.ranks import cost_of
+
+WORTH = 0.01  # of the iteration
+NEAR = WORTH / 2  # relative: a size this close to a measured one says nothing new
+MULTIPLES = 32, 16, 8
+OFF_AT_LEAST = 1.05  # times as long off the multiples that proves them
+UNKNOWN = 2.0  # how far a curve through two batches may be off
+BETWEEN = 8  # knots between two measured batches
+
+
+@dataclass(frozen=True)
+class NextSize:
+    """A size to measure on a group's device, and why."""
+
+    group: str
+    profile: str
+    batch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NextSizes:
+    """may_win: the largest share of the iteration that another split may save. multiples: the batch_multiple
+    that a group's device shows.
+    """
+
+    may_win: float
+    sizes: list[NextSize]
+    multiples: dict[str, int]
+
+
+def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> NextSizes:
+    """What to measure next for a cluster's plan. profiles: one with a fit for each group of the cluster.
+
+    Raises as make_plan.
+    """
+    plan = make_plan(cluster, profiles, pace)
+    hopeful = [_optimistic(profile) for profile in profiles]
+    best = make_plan(cluster, hopeful, pace)
+    may_win = 1 - best.iteration_seconds / plan.iteration_seconds
+    found: list[NextSize] = []
+    if may_win > WORTH:
+        for k in range(len(profiles)):
+            alone = [*profiles[:k], hopeful[k], *profiles[k + 1 :]]
+            wins = 1 - make_plan(cluster, alone, pace).iteration_seconds / plan.iteration_seconds
+            found += _unmeasured(cluster, profiles[k], k, (best, plan), f"may save {wins:.1%}")
+    multiples = {}
+    for group, profile in zip(cluster.worker, profiles, strict=True):
+        shown = shown_multiple(profile)
+        if shown is not None and group.batch_multiple % shown:
+            multiples[group.name] = shown
+    found += _off_multiples(cluster, profiles, plan)
+    return NextSizes(may_win, found, multiples)
+
+
+def _optimistic(profile: Profile) -> Profile:
+    """The profile with the fastest curve that its band allows."""
+    fit = profile.fit
+    if fit is None:
+        return profile
+    cost, measured = cost_of(fit), sorted({point.batch for point in profile.points})
+    off = cost.seconds(fit.band[0][0]) / fit.band[0][1] if fit.band else UNKNOWN
+    last = measured[-1] if profile.max_batch is None else max(profile.max_batch, measured[-1])
+    ends = [*([1] if measured[0] > 1 else []), *measured, *([last] if last > measured[-1] else [])]
+    knots: dict[int, float] = {}
+    for a, b in itertools.pairwise(ends):
+        for batch in np.unique(np.geomspace(a, b, BETWEEN + 2).round()).astype(int).tolist():
+            knots[batch] = _least(cost.seconds(batch), off, batch, a, b, measured)
+            if batch > measured[0]:
+                before = max(one for one in measured if one < batch)
+                knots[batch] = max(knots[batch], min(cost.seconds(before), cost.seconds(batch)))
+    batches = sorted(knots)
+    seconds = np.maximum.accumulate([knots[batch] for batch in batches])
+    table = list(zip(batches, map(float, seconds), strict=True))
+    return msgspec.structs.replace(
+        profile, fit=msgspec.structs.replace(fit, kind="table", table=table, per_sample_seconds=fit.end_slope)
+    )
+
+
+def _least(seconds: float, off: float, batch: int, a: int, b: int, measured: Sequence[int]) -> float:
+    """The least seconds of a batch between two knots, of which those measured are certain."""
+    part = math.log(batch / a) / math.log(b / a)
+    if a in measured and b in measured:
+        share = 2 * math.sqrt(part * (1 - part))
+    else:
+        share = part if a in measured else 1 - part
+    return float(seconds / off**share)
+
+
+def _unmeasured(
+    cluster: Cluster, profile: Profile, k: int, plans: Sequence[Plan], why: str
+) -> Iterator[NextSize]:
+    """The sizes of these plans that a group's device has not been measured at."""
+    group = cluster.worker[k]
+    measured = [point.batch for point in profile.points]
+    named: set[int] = set()
+    for plan in plans:
+        for worker in plan.workers:
+            size = worker.micro_batch
+            known = any(abs(size / one - 1) <= NEAR for one in [*measured, *named])
+            if worker.name in group.worker_names() and size and not known:
+                named.add(size)
+                yield NextSize(group.name, group.profile, size, why)
+
+
+def _off_multiples(cluster: Cluster, profiles: Sequence[Profile], plan: Plan) -> Iterator[NextSize]:
+    """An odd size near the plan's of each device that was measured at multiples of 8 alone."""
+    for group, profile in zip(cluster.worker, profiles, strict=True):
+        large = [point.batch for point in profile.points if point.batch >= 2 * MULTIPLES[-1]]
+        if group.batch_multiple > 1 or not large or any(batch % MULTIPLES[-1] for batch in large):
+            continue
+        sizes = [w.micro_batch for w in plan.workers if w.name in group.worker_names() and w.micro_batch]
+        odd = (sizes[0] if sizes else large[-1]) | 1
+        if profile.max_batch is not None and odd > profile.max_batch:
+            odd -= 2
+        yield NextSize(group.name, group.profile, odd, "all sizes measured are multiples of 8")
+
+
+def shown_multiple(profile: Profile) -> int | None:
+    """The multiple, 32, 16 or 8, off which every measured size takes longer than the curve through the
+    multiples says; None: there is none, or too few sizes were measured.
+    """
+    batches, seconds = medians_of([(p.batch, s) for p in profile.points for s in point_seconds(p)])
+    for multiple in MULTIPLES:
+        on = batches % multiple == 0
+        inside = ~on & (batches > multiple) & (batches < batches[on].max(initial=0))
+        halves = batches[inside] % (multiple // 2) == 0  # without these a smaller multiple explains it too
+        if on.sum() < 2 or not inside.any() or not (halves.any() or multiple == MULTIPLES[-1]):
+            continue
+        ratio = seconds[inside] / np.interp(batches[inside], batches[on], seconds[on])
+        if ratio.min() >= OFF_AT_LEAST:
+            return multiple
+    return None
