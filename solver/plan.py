@@ -296,11 +296,8 @@ def plan_of(
     r2sp = _turns(constrained, used, compute, links, here)
     if in_rounds and (found := r2sp.remedies) is not None:
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
-    tied = (
-        constrained.may_forbid
-        or cluster.job.is_bounded
-        or cluster.limits.price_per_million_samples is not None
-    )
+    per_million = cluster.limits.price_per_million_samples
+    tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
     warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
