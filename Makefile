@@ -15,6 +15,8 @@
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: 2 hours)
 #   make ray       runs on a Ray cluster of this machine; installs ray
 #   make reference  docs/reference: every public name, command, option, file format and source file
+#   make wheels    what a release uploads, into dist/: the sdist, wheels of Linux on x86-64 and aarch64, one without core
+#   make test-oldest  planner, formats and DDP with the lowest supported version of every dependency
 #   make site      README.md, docs/ and the reference as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
 #   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
@@ -31,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site clean
+.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -131,6 +133,25 @@ reference: .venv/dev
 
 site: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# Torch is left out: its old releases for Linux bring gigabytes of CUDA.
+OLDEST := build/oldest/bin/python
+OLDEST_TESTS ?= tests/solver tests/formats tests/policy
+test-oldest:
+	$(PYTHON) -m venv build/oldest
+	$(OLDEST) -m pip install -q uv
+	$(OLDEST) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*p["dependencies"], *p["optional-dependencies"]["oldest"], sep="\n")' > build/oldest/required.txt
+	$(OLDEST) -m uv pip install -q --python $(OLDEST) --resolution lowest-direct -r build/oldest/required.txt
+	$(OLDEST) -m pip install -q --no-deps --no-build-isolation -e .
+	$(OLDEST) -m pytest $(OLDEST_TESTS)
+
+wheels: .venv/wheels
+	$(PY) csrc/packaging/wheels.py dist
+
+.venv/wheels: .venv/core
+	$(PIP) -e '.[wheels]'
+	@touch $@
 
 clean:
 	rm -rf .venv build dist demo-out bench-out papers-out *.egg-info pyps/_native.c pyps/_native.abi3.so pyps/lib pyps/include

@@ -1,5 +1,7 @@
 """Builds the C core (csrc) once, as pyps._native and as a library for others; all else is in pyproject.toml.
 
+Where the core cannot run, or with PYPS_NO_CORE=1, the package has Python alone: no store, but all else.
+
 pyps/_native.abi3.so                   the cffi extension
 pyps/lib/libpyps.so.N, libpyps.a       the same objects; N is PYPS_ABI; libpyps.so leads the linker there
 pyps/lib/pkgconfig, pyps/lib/cmake     how build systems find them
@@ -27,11 +29,9 @@ TEMPLATES = {
 abi = re.search(r"#define PYPS_ABI\s+(\d+)", (CSRC / "pyps.h").read_text(encoding="utf-8"))
 LIBRARY = f"libpyps.so.{abi[1]}"
 
-if not sys.platform.startswith("linux") or platform.machine().lower() not in MACHINES:
-    sys.exit(
-        f"pyps-train builds on Linux x86-64 and aarch64; found {sys.platform} {platform.machine()}. "
-        "The store needs futexes, OFD locks and POSIX shared memory as Linux has them."
-    )
+# The store needs futexes, OFD locks and POSIX shared memory as Linux has them.
+RUNS_HERE = sys.platform.startswith("linux") and platform.machine().lower() in MACHINES
+HAS_CORE = RUNS_HERE and not os.environ.get("PYPS_NO_CORE")
 
 
 class BuildCore(build_ext):
@@ -88,8 +88,9 @@ class BuildCore(build_ext):
         self.compiler.create_static_lib([str(whole)], "pyps", output_dir=str(lib))
 
 
-setup(
-    cffi_modules=["csrc/build_ffi.py:ffi"],
-    cmdclass={"build_ext": BuildCore},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
-)
+CORE = {
+    "cffi_modules": ["csrc/build_ffi.py:ffi"],
+    "cmdclass": {"build_ext": BuildCore},
+    "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
+}
+setup(**(CORE if HAS_CORE else {}))

@@ -4,6 +4,7 @@
     |-- InputError        a file, field or argument is wrong               (exit code 2)
     |-- Infeasible        well-formed, but no plan can satisfy it          (exit code 3)
     |-- Diverged          training went to values that are not finite      (exit code 1)
+    |-- CoreMissing       this installation has no C core                  (exit code 2)
     `-- StoreError        the parameter store refused; `code` is the C name (exit code 2)
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
@@ -16,6 +17,8 @@ An error is raised where the fact is known; pyps.cli turns it into one line and 
 from __future__ import annotations
 
 import difflib
+import platform
+import sys
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -48,6 +51,17 @@ class InputError(PypsError):
         self.where, self.field, self.found, self.expected = where, field, found, expected
         place = f"{where}: {field}" if field else where
         super().__init__(f"{place}: found {found}; expected {expected}")
+
+
+class CoreMissing(PypsError):
+    """The store or the simulator was asked for where only the pure-Python package is installed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this installation has no C core, which the store, `pyps run` and `pyps simulate` need: found "
+            f"{sys.platform} on {platform.machine()}; expected Linux on x86-64 or aarch64, and its wheel. "
+            "Profiling, planning and pyps.torch work without it"
+        )
 
 
 def one_of(found: str, choices: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ which the next writer removes. One process at a time writes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -162,6 +161,8 @@ def _sync_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def only_writer(parent: Path) -> Iterator[None]:
     """Hold the folder's lock, so that every temporary in it is a dead writer's. Raises InputError."""
+    import fcntl  # Windows has none, and plans without it
+
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

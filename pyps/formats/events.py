@@ -6,7 +6,6 @@ joined, died and were restarted.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -67,6 +66,8 @@ class EventLog:
             open_plain(path).close()  # a pipe would be waited for
         self._path = path
         self._file = path.open("ab", buffering=0)
+        import fcntl  # Windows has none, and plans without it
+
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

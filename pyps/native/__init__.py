@@ -14,8 +14,13 @@ from typing import Any, NewType, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps._native import ffi, lib
-from pyps.errors import InvalidArgument, StoreError
+from pyps.errors import CoreMissing, InvalidArgument, StoreError
+
+try:
+    from pyps._native import ffi, lib
+except ModuleNotFoundError as missing:
+    raise CoreMissing() from missing
+
 from pyps.formats.plan import TurnSchedule
 from pyps.native import interrupt
 from pyps.native.values import (

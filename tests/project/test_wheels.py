@@ -1,0 +1,129 @@
+"""What a release uploads: the wheel without the core, and the core compiled for another processor."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import programs
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = "qemu-aarch64-static"
+# What Windows lacks is missing, too.
+ELSEWHERE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("fcntl", "resource", "termios"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for name in ("fcntl", "resource", "termios"):
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Missing())
+import pyps, pyps.cli.plan, pyps.cli.profile, pyps.solver, pyps.torch
+import os
+assert pyps.__file__.startswith(os.getcwd()), pyps.__file__
+"""
+# What makes this clone importable everywhere would find its core.
+NO_CLONE = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+STORE = "import pyps\ntry:\n    pyps.Store\nexcept pyps.PypsError as error:\n    print(error)"
+
+Elsewhere = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel without the core, built from a copy of what git would give."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("pure")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.split("\0"):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out)]
+    done = subprocess.run(
+        [*pip, str(source)], env={**os.environ, "PYPS_NO_CORE": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def elsewhere(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
+    """Runs Python where that wheel is installed."""
+    home = tmp_path_factory.mktemp("installed").resolve()
+    with zipfile.ZipFile(pure) as archive:
+        archive.extractall(home)
+    (home / "sitecustomize.py").write_text(NO_CLONE)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        environment = {**os.environ, "PYTHONPATH": f"{home}"}
+        return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_pure_wheel_is_for_any_machine(pure: Path) -> None:
+    assert pure.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(pure) as archive:
+        assert not [name for name in archive.namelist() if ".so" in name or name.endswith(".a")]
+
+
+def test_all_but_the_store_can_be_imported_without_the_core(elsewhere: Elsewhere) -> None:
+    done = elsewhere("-c", ELSEWHERE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_planner_gives_the_same_plan(elsewhere: Elsewhere) -> None:
+    command = ["-m", "pyps", "plan", str(ROOT / "benchmarks" / "clusters" / "three-types.toml"), "--json"]
+    here = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    there = elsewhere(*command)
+    assert there.returncode == 0, there.stderr
+    assert there.stdout == here.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "simulate", "shm"])
+def test_a_command_that_needs_the_core_says_so_in_a_line(elsewhere: Elsewhere, command: str) -> None:
+    done = elsewhere("-m", "pyps", command)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pyps {command}: this installation has no C core")
+    assert "expected Linux on x86-64 or aarch64" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_store_says_what_it_needs(elsewhere: Elsewhere) -> None:
+    done = elsewhere("-c", STORE)
+    assert done.stdout.startswith("this installation has no C core"), done.stderr
+
+
+def cross_compiler() -> list[str]:
+    """A C compiler for aarch64 that links without a shared library; [] if there is none."""
+    if found := shutil.which("aarch64-linux-gnu-gcc"):
+        return [found, "-static"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static"]
+    return []
+
+
+@pytest.mark.thorough
+def test_the_neon_kernels_have_the_scalar_bits(tmp_path: Path) -> None:
+    compiler = cross_compiler()
+    if not compiler or not shutil.which(EMULATOR):
+        pytest.skip(f"needs a C compiler for aarch64 (the extra `wheels` has one) and {EMULATOR}")
+    sources = [programs.C / "kernels.c", *sorted((programs.CSRC / "kernels").glob("*.c"))]
+    sources.append(programs.CSRC / "error.c")
+    program = tmp_path / "kernels"
+    flags = [*programs.FLAGS, "-O2", *map(str, sources), "-o", str(program), "-lm"]
+    subprocess.run([*compiler, *flags], check=True)
+    done = subprocess.run([EMULATOR, str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "neon\n"), done.stdout + done.stderr
