@@ -16,6 +16,7 @@ QUICK_START = Path(__file__).resolve().parents[1] / "helpers" / "quick_start" / 
 # The modules of every extra but torch.
 LEFT_OUT = (
     "accelerate",
+    "jax",
     "lightning",
     "matplotlib",
     "opentelemetry",
@@ -27,7 +28,13 @@ LEFT_OUT = (
     "zmq",
 )
 WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({LEFT_OUT})\n"
-NEED_THEIRS = ("pyps.remote.", "pyps.shards.", "pyps.torch.accelerate", "pyps.torch.lightning")
+NEED_THEIRS = (
+    "pyps.remote.",
+    "pyps.shards.",
+    "pyps.torch.accelerate",
+    "pyps.torch.lightning",
+    "pyps.worker.jax",
+)
 NEED_THEIRS += ("pyps.torch.transformers",)
 IMPORT_ALL = f"""{WITHOUT}
 import importlib, pkgutil, pyps
