@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from pyps.store.policies import DynSGD as DynSGD
     from pyps.store.policies import SaPS as SaPS
     from pyps.store.policies import Softsync as Softsync
-    from pyps.worker.arrays import Arrays as Arrays
+    from pyps.worker.arrays import ArrayModel as ArrayModel
     from pyps.worker.attach import load_parameters as load_parameters
     from pyps.worker.loop import Worker as Worker
     from pyps.worker.loop import join as join
 
 _HOME = {
-    "Arrays": "pyps.worker.arrays",
+    "ArrayModel": "pyps.worker.arrays",
     "ASP": "pyps.store.policies",
     "BSP": "pyps.store.policies",
     "Backup": "pyps.store.policies",

@@ -1,6 +1,6 @@
 """A model that is no torch module: arrays by name, which a worker trains as it trains a module.
 
-    model = pyps.Arrays({"weights": np.zeros((64, 10)), "bias": np.zeros(10)})
+    model = pyps.ArrayModel({"weights": np.zeros((64, 10)), "bias": np.zeros(10)})
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for inputs, targets in worker.batches((x, y)):
         loss, gradient = loss_and_gradient(model.arrays(), inputs.numpy(), targets.numpy())
@@ -22,7 +22,7 @@ from torch import nn
 from pyps.errors import InputError
 
 
-class Arrays(nn.Module):
+class ArrayModel(nn.Module):
     """Holds floating-point arrays by name as parameters; float64 becomes fp32, which is what the store keeps.
 
     Raises InputError for a name that torch refuses and for what is not an array of floating-point numbers.
@@ -33,12 +33,12 @@ class Arrays(nn.Module):
         for name, value in values.items():
             array = np.asarray(value)
             if array.dtype not in (np.float32, np.float64):
-                raise InputError("Arrays", name, f"dtype {array.dtype}", "float32 or float64")
+                raise InputError("ArrayModel", name, f"dtype {array.dtype}", "float32 or float64")
             parameter = nn.Parameter(torch.from_numpy(array.astype(np.float32)))  # a copy
             try:
                 self.register_parameter(name, parameter)
             except (KeyError, TypeError) as error:
-                raise InputError("Arrays", repr(name), str(error), "another name, without '.'") from None
+                raise InputError("ArrayModel", repr(name), str(error), "another name, without '.'") from None
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """The parameters as they are now, copied: the next batch writes to the worker's own."""

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from pyps.errors import InputError
-from pyps.worker.arrays import Arrays
+from pyps.worker.arrays import ArrayModel
 
 
-class Pytree(Arrays):
-    """Holds the leaves of a pytree; `tree` gives them back in its form. Raises InputError as Arrays does."""
+class Pytree(ArrayModel):
+    """Holds the leaves of a pytree; `tree` gives them back in its form. Raises InputError as ArrayModel does."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._form = jax.tree_util.tree_flatten_with_path(tree)

@@ -15,7 +15,7 @@ from worker_tools import X, Y, backward, run_threads
 from pyps.checkpoint.state import save
 from pyps.errors import InputError
 from pyps.store.policies import Policy
-from pyps.worker.arrays import Arrays
+from pyps.worker.arrays import ArrayModel
 from pyps.worker.loop import Worker, join
 
 SAMPLES = 60
@@ -42,7 +42,7 @@ def gradients(weights: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarra
     return {"weights": x.T @ error, "bias": error.sum(0)}
 
 
-def numpy_step(model: Arrays, x: torch.Tensor, y: torch.Tensor) -> None:
+def numpy_step(model: ArrayModel, x: torch.Tensor, y: torch.Tensor) -> None:
     model.backward(gradients(**model.arrays(), x=x.numpy(), y=y.numpy()))
 
 
@@ -65,7 +65,7 @@ def trained(make: Callable[[], nn.Module], step: Step, name: str, **options: Any
 
 
 def both(**options: Any) -> tuple[bytes, bytes]:
-    arrays = trained(lambda: Arrays(zeros()), numpy_step, "arrays", **options)
+    arrays = trained(lambda: ArrayModel(zeros()), numpy_step, "arrays", **options)
     return arrays, trained(Linear, torch_step, "module", **options)
 
 
@@ -90,7 +90,7 @@ def test_two_workers_resume_with_the_same_bits(shm: Path, tmp_path: Path) -> Non
 
     def part(name: str, rounds: int, resume: Path | None, keep: Path | None) -> bytes:
         workers = [join(name, rank, batches=[6, 4], samples=80, seed=5) for rank in range(2)]
-        models = [Arrays(zeros()) for _ in workers]
+        models = [ArrayModel(zeros()) for _ in workers]
 
         def body(rank: int) -> None:
             half(workers[rank], models[rank], rounds, resume)
@@ -108,7 +108,7 @@ def test_two_workers_resume_with_the_same_bits(shm: Path, tmp_path: Path) -> Non
     assert part("again", 4, tmp_path, None) == whole
 
 
-def half(worker: Worker, model: Arrays, rounds: int, resume: Path | None) -> None:
+def half(worker: Worker, model: ArrayModel, rounds: int, resume: Path | None) -> None:
     worker.attach(model, torch.optim.AdamW(model.parameters(), lr=0.01), resume=resume)
     for x, y in worker.batches((X, Y)):
         numpy_step(model, x, y)
@@ -125,8 +125,8 @@ def test_what_is_wrong_is_named(shm: Path) -> None:
         ({"forward": np.zeros(3)}, "forward"),
     ):
         with pytest.raises(InputError, match=words):
-            Arrays(values)
-    model = Arrays(zeros())
+            ArrayModel(values)
+    model = ArrayModel(zeros())
     right = {"weights": np.zeros((INPUT, OUTPUT)), "bias": np.zeros(OUTPUT)}
     with pytest.raises(InputError, match=r"found weights; expected one for each of weights, bias"):
         model.backward({"weights": right["weights"]})
@@ -135,13 +135,13 @@ def test_what_is_wrong_is_named(shm: Path) -> None:
 
 
 def test_arrays_are_copies(shm: Path) -> None:
-    model = Arrays(zeros())
+    model = ArrayModel(zeros())
     model.arrays()["bias"][:] = 1.0
     assert not model.arrays()["bias"].any()
 
 
 def test_a_step_without_backward_is_refused(shm: Path) -> None:
-    model = Arrays(zeros())
+    model = ArrayModel(zeros())
     with join("store", 0, batches=[10], samples=10, seed=5) as worker:
         worker.attach(model)
         next(iter(worker.batches((X, Y))))
