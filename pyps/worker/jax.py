@@ -22,7 +22,7 @@ from pyps.worker.arrays import ArrayModel
 
 
 class Pytree(ArrayModel):
-    """Holds the leaves of a pytree; `tree` gives them back in its form. Raises InputError as ArrayModel does."""
+    """Holds the leaves of a pytree; `tree` gives them back in its form. Raises what ArrayModel raises."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._form = jax.tree_util.tree_flatten_with_path(tree)
