@@ -156,7 +156,7 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
 
 
 def rivals(x: Any) -> Iterator[Operation]:
-    """The same work by torch, bitsandbytes (if installed) and plain NumPy."""
+    """The same work by torch, DeepSpeed and bitsandbytes (if installed) and plain NumPy."""
     import torch
 
     torch.set_num_threads(1)
@@ -174,6 +174,7 @@ def rivals(x: Any) -> Iterator[Operation]:
     numpy_sgd = always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights))
     yield Operation("NumPy SGD", 12, numpy_sgd, against="SGD push")
     yield Operation("NumPy int8", 5, always(lambda: numpy_int8(x)), against="encode int8")
+    yield from deepspeed_adam(x.size)
     try:
         from bitsandbytes import functional
     except ImportError:
@@ -184,6 +185,23 @@ def rivals(x: Any) -> Iterator[Operation]:
     nf4 = always(lambda: functional.quantize_4bit(tensor, quant_type="nf4", blocksize=64))
     yield Operation("bitsandbytes int8, blocks of 256", 5, int8, against="encode int8")
     yield Operation("bitsandbytes NF4, blocks of 64", 4.5625, nf4, against="encode nf4")
+
+
+def deepspeed_adam(n: int) -> Iterator[Operation]:
+    """DeepSpeed's AdamW for the CPU, which it compiles for this machine at its first use."""
+    import torch
+
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        print("DeepSpeed is not installed: its rows are left out")
+        return
+    parameter = torch.nn.Parameter(torch.zeros(n))
+    parameter.grad = torch.full((n,), 1e-3)
+    optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True)
+    for name, size, looks in (("DeepSpeed CPUAdam", 28, False), ("DeepSpeed CPUAdam, and a look", 32, True)):
+        prepare = partial(stepping, optimizer, parameter.grad, looks)
+        yield Operation(name, size, prepare, against="AdamW push")
 
 
 def stepping(optimizer: Any, gradient: Any, looks: bool = False) -> Call:
