@@ -9,7 +9,7 @@
 #   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
 #   make lint      formatting, style and types
 #   make bench     the benchmarks, each with its rival in the same run
-#   make papers    what the four systems promise, measured against tuned rivals, into docs/results/papers.md
+#   make papers    what the four systems promise, measured against tuned rivals, into docs/results: hours
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: 2 hours)
@@ -98,6 +98,12 @@ bench: .venv/bench
 
 papers: .venv/dev
 	$(PY) benchmarks/papers/papers.py --docs
+	$(PY) benchmarks/papers/staleness.py --docs
+	$(PY) benchmarks/papers/turns.py --docs
+	$(PY) benchmarks/papers/gaps.py --docs
+	$(PY) benchmarks/noise.py --docs
+	$(PY) benchmarks/networks.py --docs
+	$(PY) benchmarks/networks.py --real --docs
 
 .venv/bench: .venv/dev
 	$(PIP) -e '.[bench]'
