@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), choices=list(CLUSTERS))
     parser.add_argument("--ways", nargs="+", default=list(ways(1)), choices=list(ways(1)))
     parser.add_argument("--saps", default="saps", help="the policy that is compared")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
     options = parser.parse_args()
     seeds = range(1, options.seeds + 1)
@@ -247,7 +247,7 @@ def main() -> int:
     verdict = "met" if worst <= BAR else "**missed**"
     figure = "SaPS's time over that of its best rival, at most"
     closing = f"- {verdict}: {figure}: {worst:.2f} (threshold: <= {BAR})"
-    text = "\n".join([f"{machine()}.\n", table(rows), "", closing])
+    text = "\n".join([f"{machine()}, {options.seeds} seeds a point.\n", table(rows), "", closing])
     print(text)
     if options.docs:
         write_section("noise", text, PAGE)

@@ -15,6 +15,7 @@ from virtual_rounds import VirtualRounds
 from pyps.formats import EvenSplit, Fit, HpsEstimate, Plan, PlanWorker, write_json
 from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, record_path
 from pyps.native.values import Claim
+from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
 from pyps.solver.online.balancer import Rules
 from pyps.solver.online.decide import Split, best_split, round_seconds
@@ -344,3 +345,31 @@ def test_a_pipeline_s_transfers_overlap(tmp_path: Path, depth: int) -> None:
     one.steps(30)
     steps = [time + (link if depth == 1 else 0.0) for time, link in zip(one.times(), links, strict=True)]
     assert max(steps) / mean(steps) < 1.1, one.split
+
+
+@pytest.mark.timed
+def test_turns_go_on_while_samples_move(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's order, the staleness of every turn and the global batch stay when batches change."""
+    monkeypatch.chdir(tmp_path)
+    plan = a_plan()
+    write_json(Path("plan.json"), plan)
+    Path("train.py").write_text(SCRIPT.format(costs=COSTS))
+    options = RunOptions(samples=80 * GLOBAL_BATCH, run_dir="run", rebalance=True, policy="r2sp:patience=50")
+    report = run("plan.json", "train.py", options)
+    assert report.replans
+    assert report.samples.trained == 80 * GLOBAL_BATCH
+    pushed = applied_steps(read_run("run"))
+    plans = sorted({r.plan for r in pushed})
+    for number in plans:
+        split = {r.rank: r.samples for r in pushed if r.plan == number}
+        assert len(split) < 3 or sum(split.values()) == GLOBAL_BATCH or number == plans[-1]
+    full = pushed[: 3 * (len(pushed) // 3) - 3]  # the last samples are fewer than a batch
+    assert plan.r2sp is not None
+    order = plan.r2sp.order
+    first = order.index(full[0].rank)
+    assert [r.rank for r in full] == [order[(first + k) % 3] for k in range(len(full))]
+    assert {r.staleness for r in full[3:]} == {2}
+    assert report.turns is not None
+    assert report.turns.gap_seconds is not None, "compared with the plan until it changed"
+    of_zero = [r.samples for r in full if r.rank == 0]
+    assert of_zero[-1] < of_zero[0]
