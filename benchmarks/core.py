@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
+from threads import shared
 
 from pyps import Hyper, Store
 from pyps.native import isa
@@ -354,7 +355,7 @@ def main() -> None:
     lines = [["two threads at once", "one alone, ms", "throughput of two"]]
     lines += [[name, f"{1e3 * alone:.1f}", f"{ratio:.2f} x one"] for name, alone, ratio in both]
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
-    print(text)
+    print(f"{text}\n\n{shared(n, options.rounds)}")
     if options.docs:
         if "PYPS_ISA" not in os.environ:
             draw(ours + theirs, times)
