@@ -16,7 +16,7 @@ from typing import IO, TypeVar
 
 FOLDER = "local"  # in a run's folder
 MOMENT = "workers' optimizers: "  # so begin names of what is no part of the model
-Tensor = TypeVar("Tensor")
+AnyTensor = TypeVar("AnyTensor")
 NAME = re.compile(r"rank-(\d+)-(\d+)\.safetensors")
 
 
@@ -45,7 +45,7 @@ def moment_name(parameter: str, key: str) -> str:
     return f"{MOMENT}{key} of {parameter}"
 
 
-def without_moments(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_moments(tensors: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
     """A model's part of a store's tensors, by name."""
     return {name: values for name, values in tensors.items() if not name.startswith(MOMENT)}
 

@@ -113,7 +113,7 @@ DeadlineHours = Annotated[
     float | None,
     typer.Option(metavar="HOURS", help="Use the cheapest workers that train the target by then."),
 ]
-Budget = Annotated[
+BudgetPrice = Annotated[
     float | None,
     typer.Option(metavar="PRICE", help="Use the workers that train the target soonest at that price."),
 ]
@@ -145,7 +145,7 @@ def plan_command(
     quantile: PlannedQuantile = None,
     target: TargetSamples = None,
     deadline: DeadlineHours = None,
-    budget: Budget = None,
+    budget: BudgetPrice = None,
     explain: Explained = False,
     timeline: TimelineFile = None,
     ring: RingFile = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup
 from pyps.report.steps import PHASES, is_applied, phase_seconds
-from pyps.store.stragglers import Pace, stragglers
+from pyps.store.stragglers import RankPace, stragglers
 
 OFTEN = 0.95  # a dynamic straggler has one such step in twenty
 ENOUGH = 20  # steps, for that
@@ -21,18 +22,25 @@ def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[S
     paces = [_pace(records[rank.rank]) for rank in trained]
     for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained)), strict=True):
         if kind := str(found):
-            usual, worst = pace.seconds * 1e3, pace.seconds_now * 1e3
-            times = f"a step computes for {usual:,.1f} ms, one in twenty for {worst:,.1f}"
+            usual, worst = pace.seconds * 1e3, pace.seconds_now / pace.seconds
+            times = f"a step computes for {usual:,.1f} ms, one in twenty {worst:.1f} times as long"
             versions = f"{pace.versions:.1f} versions late, one in twenty {pace.versions_now:.1f}"
             yield f"rank {rank.rank} ({rank.name}): {kind}: its gradients are {versions}; {times}"
 
 
-def _pace(records: Sequence[StepRecord]) -> Pace:
-    """The usual step, and one of the worst: of too few the usual one."""
+def _pace(records: Sequence[StepRecord]) -> RankPace:
+    """The usual step, and one of the worst: of too few the usual one. A step is long by those of its batch: a
+    worker is not late that took over the samples of others.
+    """
     applied = [r for r in records if is_applied(r)]
     seconds = phase_seconds(applied)[PHASES.index("compute")]
     versions = [r.staleness for r in applied]
     median, mean = float(np.median(seconds)), float(np.mean(versions))
+    by_batch = defaultdict(list)
+    for record, took in zip(applied, seconds, strict=True):
+        by_batch[record.samples].append(took)
+    times = [took / np.median(by_batch[r.samples]) for r, took in zip(applied, seconds, strict=True)]
     if len(applied) < ENOUGH:
-        return Pace(median, mean, median, mean)
-    return Pace(median, mean, float(np.quantile(seconds, OFTEN)), float(np.quantile(versions, OFTEN)))
+        return RankPace(median, mean, median, mean)
+    worst = median * float(np.quantile(times, OFTEN))
+    return RankPace(median, mean, worst, float(np.quantile(versions, OFTEN)))

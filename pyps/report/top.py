@@ -23,7 +23,7 @@ from pyps.store.activity import Activity, StoreActivity, activities, look
 from pyps.store.policies import Policy
 from pyps.store.segments import segments
 from pyps.store.store import Store
-from pyps.store.stragglers import Kind, Pace, Straggler, stragglers
+from pyps.store.stragglers import RankPace, Straggler, StragglerKind, stragglers
 
 RECENT_STEPS = 20  # of a rank, for means from its records
 
@@ -42,8 +42,8 @@ class TopRank:
     doing: str
     reason: str
     straggler: bool
-    late_by_version: Kind
-    late_by_time: Kind
+    late_by_version: StragglerKind
+    late_by_time: StragglerKind
     batch: int
     steps: int
     samples: int
@@ -239,15 +239,15 @@ def _staleness(counters: RankCounters) -> float:
     return counters.staleness_sum / counters.pushes if counters.pushes else 0.0
 
 
-def _pace(activity: Activity, state: StoreActivity) -> Pace:
+def _pace(activity: Activity, state: StoreActivity) -> RankPace:
     """What a rank is judged by; of one that does not compute now, its past."""
     member, usual = activity.member, _staleness(state.ranks[activity.rank])
     if member is None:
-        return Pace(versions=usual)
+        return RankPace(versions=usual)
     if activity.doing != "computing":
-        return Pace(member.step_seconds, usual)
+        return RankPace(member.step_seconds, usual)
     behind = float(state.status.version - member.pulled_version)
-    return Pace(member.step_seconds, usual, activity.seconds, behind)
+    return RankPace(member.step_seconds, usual, activity.seconds, behind)
 
 
 def find_stores(target: str | None) -> list[StoreTop]:

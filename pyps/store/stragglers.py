@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["", "static", "dynamic"]
+StragglerKind = Literal["", "static", "dynamic"]
 
 TIMES = 2.0  # as long, or as many versions late: less is no straggler
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RankPace:
     """A rank's steps. seconds: its usual step; seconds_now: the present one so far. versions: how late its
     gradients are, the mean; versions_now: the present one, so far. 0: not known.
     """
@@ -31,8 +31,8 @@ class Pace:
 class Straggler:
     """What kind of straggler a rank is, if any."""
 
-    by_version: Kind = ""
-    by_time: Kind = ""
+    by_version: StragglerKind = ""
+    by_time: StragglerKind = ""
 
     def __str__(self) -> str:
         """As "static straggler by version and time"; of two kinds each is named."""
@@ -47,7 +47,7 @@ class Straggler:
             yield f"{self.by_time} straggler by time"
 
 
-def stragglers(paces: Sequence[Pace], ranks: int) -> list[Straggler]:
+def stragglers(paces: Sequence[RankPace], ranks: int) -> list[Straggler]:
     """One for each pace. ranks: that train at present; each of equal workers is ranks - 1 versions late."""
     fastest = min((p.seconds for p in paces if p.seconds > 0), default=0.0)
     latest = max(TIMES * min((p.versions for p in paces), default=0.0), ranks - 1.0)
@@ -65,7 +65,7 @@ def is_late(now: float, usual: float, least: float = 0.0) -> bool:
     return usual > 0.0 and now > max(TIMES * usual, least)
 
 
-def _kind(usual: float, most: float, late: bool) -> Kind:
+def _kind(usual: float, most: float, late: bool) -> StragglerKind:
     if usual > most:
         return "static"
     return "dynamic" if late else ""

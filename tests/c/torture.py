@@ -10,8 +10,8 @@ import itertools
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import programs
 
@@ -23,7 +23,8 @@ def build(folder: Path) -> Path:
     return programs.build(folder, "torture")
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
     parts of the parameters of which each push has one, whether they are kept as bf16, and threads of a
     worker.
@@ -77,7 +78,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         while survived < options.faults:
-            case = CASES[turn % len(CASES)]._replace(threads=options.threads)
+            case = replace(CASES[turn % len(CASES)], threads=options.threads)
             faults = faults_of(case, options.faults)
             done = torture(program, case, faults, options.seed + turn)
             print(done.stdout, done.stderr, sep="", end="", flush=True)
