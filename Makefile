@@ -143,7 +143,8 @@ site: .venv/dev
 # Torch is left out: its old releases for Linux bring gigabytes of CUDA.
 OLDEST := build/oldest/bin/python
 OLDEST_TESTS ?= tests/solver tests/formats tests/policy -m "not thorough" \
-  --ignore=tests/solver/test_local_steps.py --ignore=tests/formats/test_options.py --ignore=tests/policy/test_runs.py
+  --ignore=tests/solver/test_local_steps.py --ignore=tests/formats/test_options.py --ignore=tests/policy/test_runs.py \
+  --ignore=tests/policy/test_custom.py --ignore=tests/solver/test_solver_docs.py
 test-oldest:
 	$(PYTHON) -m venv build/oldest
 	$(OLDEST) -m pip install -q uv
