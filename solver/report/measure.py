@@ -1,10 +1,9 @@
 """Which sizes to measure next: those whose uncertainty may move the plan.
 
 A device may be as fast as its band says between two measured batches, but not faster than at the smaller of
-the two: more samples never take less time. The plan is made once more with such optimistic curves. As long as
-its iteration is shorter by more than WORTH, another split may win that much; the sizes that it relies on, and
-nobody has measured, are the ones to measure. Once it is not, no split can win more than WORTH, as far as the
-bands hold.
+the two: more samples never take less time. The plan is made once more with such optimistic curves. If
+its iteration is shorter by more than WORTH, another split may win that much, and the unmeasured sizes that it
+relies on are named. If not, no split wins more than WORTH, as far as the bands hold.
 
 Devices that are fast only at multiples of 8, 16 or 32 show it at sizes off these. If none has been measured,
 one is named; if they take longer, `batch_multiple` is proposed.
