@@ -1,4 +1,4 @@
-"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1].
+"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1] [--lanes 4].
 
 Each case gets faults by its size, and rounds of all cases follow one another until so many are survived.
 """
@@ -10,6 +10,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,26 +68,37 @@ def torture(program: Path, case: Case, faults: int, seed: int) -> subprocess.Com
     return programs.run(program, case.policy, case.optimizer, str(faults), str(seed), *sizes)
 
 
+def schedule(faults: int, seed: int, threads: int) -> list[tuple[Case, int, int]]:
+    """Stores, their faults and seeds: rounds of all cases, until they have `faults` together."""
+    stores: list[tuple[Case, int, int]] = []
+    cases, total = itertools.cycle(CASES), 0
+    while total < faults:
+        case = next(cases)
+        stores.append((replace(case, threads=threads), faults_of(case, faults), seed + len(stores)))
+        total += stores[-1][1]
+    return stores
+
+
 def main() -> int:
     """Run the cases; exit code 1 at the first one not survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker, which share its chunks")
+    parser.add_argument("--lanes", type=int, default=1, help="stores at once: most processes only wait")
     options = parser.parse_args()
-    survived, turn = 0, 0
-    with tempfile.TemporaryDirectory() as folder:
+    stores, survived = schedule(options.faults, options.seed, options.threads), 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.lanes) as pool:
         program = build(Path(folder))
-        while survived < options.faults:
-            case = replace(CASES[turn % len(CASES)], threads=options.threads)
-            faults = faults_of(case, options.faults)
-            done = torture(program, case, faults, options.seed + turn)
+        runs = pool.map(lambda store: torture(program, *store), stores)
+        for (case, faults, seed), done in zip(stores, runs, strict=True):
             print(done.stdout, done.stderr, sep="", end="", flush=True)
             if done.returncode:
-                print(f"{case}, seed {options.seed + turn}: failed with {done.returncode}")
+                print(f"{case}, seed {seed}: failed with {done.returncode}", flush=True)
+                pool.shutdown(cancel_futures=True)
                 return 1
-            survived, turn = survived + faults, turn + 1
-    print(f"{survived:,} faults survived in {turn} stores, seeds {options.seed} to {options.seed + turn - 1}")
+            survived += faults
+    print(f"{survived:,} faults survived in {len(stores)} stores, seeds {options.seed} to {stores[-1][2]}")
     return 0
 
 
