@@ -1,4 +1,4 @@
-"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--seed 1] [--lanes 4].
+"""Builds the store with failpoints and torments it: python tests/c/torture.py --faults 5000 [--lanes 4].
 
 Each case gets faults by its size, and rounds of all cases follow one another until so many are survived.
 """

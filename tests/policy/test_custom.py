@@ -139,7 +139,7 @@ def test_text_leads_to_it_and_to_nothing_else() -> None:
             policy_named(text)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pyps_run_trains_with_it(shm: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     command = [PYPS, "run", "--plan", str(tmp_path / "plan.json"), "--policy", "halving.Halving:bound=1"]

@@ -38,6 +38,7 @@ def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.thorough
 def test_a_plan_on_two_machines_with_a_worker_killed_on_one(shm: Path, tmp_path: Path) -> None:
     with Server("model", client_timeout_seconds=1.0) as server:
         launchers = [started(tmp_path / f"host-{rank}", server.address, rank) for rank in range(2)]

@@ -104,7 +104,8 @@ def kill(process: psutil.Popen) -> None:
     process.communicate(timeout=MINUTE)
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(", average_moments=True", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("more", ["", ", average_moments=True"])
 def test_all_killed_and_resumed_ends_as_left_alone(shm: Path, tmp_path: Path, more: str) -> None:
     """Bit for bit, and each host's report has all of its steps."""
     hosts = Hosts(tmp_path, TRAIN.replace("(model, optimizer)", f"(model, optimizer{more})"))

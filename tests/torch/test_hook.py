@@ -62,9 +62,10 @@ def test_with_options_of_ddp(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
         assert max(weighted) < FP32
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)  # a cold compile takes a minute of two busy cores
-@pytest.mark.parametrize("static", sampled([False, True]))
-@pytest.mark.parametrize("backend", sampled(["aot_eager", "inductor"]))
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(ranks: Ranks, tmp_path: Path, backend: str, static: bool) -> None:
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")

@@ -9,7 +9,6 @@ import tensor_parallel_jobs as jobs
 import torch
 from device import DEVICE
 from ranks import Ranks
-from sampled import sampled
 
 from pyps.solver import Line
 
@@ -42,7 +41,8 @@ def test_the_noise_is_that_of_the_whole_gradient(ranks: Ranks, kind: str) -> Non
         assert found == pytest.approx(right, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
 def test_peers_have_the_same_batches(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Whatever each of them measures: the first one's times count."""
     costs, folder = [Line(0.01, 0.001), Line(0.01, 0.003)], tmp_path / "kept"

@@ -141,7 +141,7 @@ with pyps.join() as worker:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_killed_and_resumed_validates_each_epoch_once(shm: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "plan.json", make_plan())
     (tmp_path / "train.py").write_text(TRAIN)
