@@ -53,11 +53,11 @@ uint32_t pyps_abi_version(void) { return PYPS_ABI; }
 
 const char *pyps_error_name(int code) {
     static const char *const names[] = {
-        "PYPS_OK",        "PYPS_EINVAL",   "PYPS_ESYS",   "PYPS_EEXIST",    "PYPS_ENOENT",
-        "PYPS_ENOSPC",    "PYPS_ECORRUPT", "PYPS_EABI",   "PYPS_EPERM",     "PYPS_EFULL",
-        "PYPS_ETIMEDOUT", "PYPS_EFENCED",  "PYPS_ESTALE", "PYPS_EREJECTED", "PYPS_EFORKED",
-        "PYPS_ENOTREADY", "PYPS_EBUSY",    "PYPS_EEND",   "PYPS_EPOLICY",   "PYPS_ENONFINITE",
-        "PYPS_EPLAN",     "PYPS_EINTR",
+        "PYPS_OK",        "PYPS_EINVAL",   "PYPS_ESYS",       "PYPS_EEXIST",    "PYPS_ENOENT",
+        "PYPS_ENOSPC",    "PYPS_ECORRUPT", "PYPS_EABI",       "PYPS_EPERM",     "PYPS_EFULL",
+        "PYPS_ETIMEDOUT", "PYPS_EFENCED",  "PYPS_ESTALE",     "PYPS_EREJECTED", "PYPS_EFORKED",
+        "PYPS_ENOTREADY", "PYPS_EBUSY",    "PYPS_EEND",       "PYPS_EPOLICY",   "PYPS_ENONFINITE",
+        "PYPS_EPLAN",     "PYPS_EINTR",    "PYPS_EFALSELOOK",
     };
     int index = -code;
     if (index < 0 || index >= (int)(sizeof names / sizeof *names)) return "unknown pyps error";

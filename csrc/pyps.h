@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      10
+#define PYPS_ABI      11
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -78,7 +78,8 @@ enum {
     PYPS_EPOLICY = -18,   /* the segment's policy is not known to this library */
     PYPS_ENONFINITE = -19, /* a value to encode is NaN or infinite, and `nonfinite` says to refuse */
     PYPS_EPLAN = -20,      /* the store's plan is another one than the re-plan was to replace */
-    PYPS_EINTR = -21       /* a wait was interrupted: see pyps_set_interrupt */
+    PYPS_EINTR = -21,      /* a wait was interrupted: see pyps_set_interrupt */
+    PYPS_EFALSELOOK = -22  /* `looked` of a push names a gradient that is not finite */
 };
 
 /* What became of a push or an exchange that returned ...
@@ -97,6 +98,8 @@ enum {
  *                                    the round closes     and stages nothing twice. Or leave: the gradient counts
  *   PYPS_EINTR        as PYPS_ETIMEDOUT
  *   PYPS_EFULL        as PYPS_ETIMEDOUT                   yes, when stopped processes have gone on or have ended
+ *   PYPS_EFALSELOOK   counts, but    the store's          no: the caller has a fault. Start again
+ *                     for a block
  *   PYPS_ECORRUPT, PYPS_ESYS         the handle is of no more use: close it
  *
  * "Staged" says that it counts once, whatever becomes of its worker. A refused gradient that lay in the staging buffer
@@ -222,6 +225,15 @@ typedef struct {
     /* Of a part of a model whose decisions another store takes: what that store's ticket of this gradient was given, in
      * place of this store's; NULL: none. */
     const struct pyps_ticket *as;
+    /* [looked_count] parts of the flat vector, in ascending order and apart, where the caller has found every gradient in
+     * the staging buffer to be finite: by pyps_finite while it was in cache, or on its device. A push that is to refuse
+     * what is not finite reads the rest alone. It needs no saying, and is not read, where a gradient is copied, encoded or of
+     * ranges, where its norm is summed before it is admitted, and of averaged tensors. Policies whose pushes wait for no
+     * round that they go into do not read it either. The optimizer's step notices where it was wrong. Then a block that is
+     * not finite counts as zeros, as under PYPS_NONFINITE_SKIP, for every participant alike, and the push returns
+     * PYPS_EFALSELOOK after all. NULL: none. */
+    const pyps_range *looked;
+    uint64_t looked_count;
 } pyps_push_args;
 
 typedef struct {
@@ -275,6 +287,8 @@ PYPS_API int pyps_unstage(pyps_store *store, uint32_t staging);
 /* Admits the gradient, and completes its ticket; under policies with rounds waits for the round. *out is filled as far as
  * it is known, after a failure too. */
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
+/* PYPS_OK, or PYPS_ENONFINITE: a value is NaN or infinite. For `looked`, above; any thread may ask. */
+PYPS_API int pyps_finite(const float *values, uint64_t count);
 
 /* ---- 3 More for workers ---- */
 

@@ -8,7 +8,7 @@
     `-- StoreError        the parameter store refused; `code` is the C name (exit code 2)
         |-- InvalidArgument  SystemCallFailed  SegmentExists  SegmentNotFound  OutOfSpace  SegmentCorrupt
         |-- OtherABI  NotOurs  StoreFull  TimedOut  Fenced  SnapshotCancelled  PushRejected  Forked  NotReady
-        |-- NotFinite  Busy  Ended  UnknownPolicy  WaitInterrupted  StoreClosed
+        |-- NotFinite  FalseLook  Busy  Ended  UnknownPolicy  WaitInterrupted  StoreClosed
         `-- LinkLost  LinkRefused  ShardLost (a NotReady)
 
 An error is raised where the fact is known; pyps.cli turns it into one line and an exit code.
@@ -217,6 +217,13 @@ class UnknownPolicy(StoreError):
 class NotFinite(StoreError):
     code = "PYPS_ENONFINITE"
     hint = "skip the step (samples=0), or choose nonfinite skip or zero"
+
+
+class FalseLook(StoreError):
+    """A push's `looked` names what is not finite; the gradient was taken without that block."""
+
+    code = "PYPS_EFALSELOOK"
+    hint = "what changes a gradient after it was looked at must look again, or not say that it has"
 
 
 class PlanChanged(StoreError):

@@ -112,12 +112,7 @@ static int sum_taken(pyps_store *s, a32 *next, const void *what) {
 
 void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out) {
     const struct staging_header *header = staging_header(s, s->slot, staging);
-    bool clipped = false;
     double sum = 0;
-    *finite_out = false;
-    for (uint32_t group = 0; group < s->geometry.groups; group++)
-        clipped |= header->hyper[group].clip_norm > 0;
-    if (!clipped) return;
     norm_reset(s, staging);
     struct ticket ticket = {.slot = s->slot, .staging = (uint16_t)staging, .kind = TICKET_PUSH};
     crew_work(s, trained_chunks(s), sum_taken, &ticket);

@@ -26,6 +26,10 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
         int rc = given(a->ranges);
         if (rc || (rc = ranges_check(s, "push", a->ranges, a->range_count))) return rc;
     }
+    if (a->looked || a->looked_count) {
+        int rc = given(a->looked);
+        if (rc || (rc = ranges_check(s, "push: looked", a->looked, a->looked_count))) return rc;
+    }
     pyps_encode_args encode = {.size = sizeof encode,
                                .codec = a->codec,
                                .rounding = a->rounding,
@@ -70,9 +74,32 @@ static int fill_floats(pyps_store *s, const pyps_push_args *a) {
     float *data = staging_data(s, s->slot, a->staging);
     int rc = staging_allocate(s, a->staging);
     if (rc || !a->gradient) return rc;
-    if (a->nonfinite == PYPS_NONFINITE_ERROR) return finite_check(s, a->gradient, 0, data);
+    if (a->nonfinite == PYPS_NONFINITE_ERROR)
+        return finite_check(s, &(struct unseen){.values = a->gradient}, data);
     memcpy(data, a->gradient, 4 * store_elements(s));
     return PYPS_OK;
+}
+
+static bool clips_norm(const pyps_store *s, const pyps_push_args *a) {
+    bool clips = false;
+    for (uint32_t group = 0; group < s->geometry.groups; group++) clips |= a->hyper[group].clip_norm > 0;
+    return clips;
+}
+
+/* Whether what the caller has looked at need not be looked at again. Its push is there to be told when it was wrong. */
+static bool is_looked(const pyps_store *s, const pyps_push_args *a) {
+    bool sums = !s->policy->stages && clips_norm(s, a); /* and so sees what is not finite */
+    bool waits = s->policy->waits_for_round || !s->policy->stages;
+    return a->looked_count && a->codec == PYPS_F32 && a->nonfinite == PYPS_NONFINITE_ERROR && !a->gradient &&
+           !a->ranges && waits && !sums;
+}
+
+/* What was said of averaged tensors is left out: their steps do not notice. */
+static struct unseen unseen_of(const pyps_store *s, const pyps_push_args *a, bool finite) {
+    struct unseen u = {.values = staging_data(s, s->slot, a->staging)};
+    if (finite || a->codec != PYPS_F32) u.first = (uint32_t)(s->trained / s->geometry.chunk_params);
+    else if (is_looked(s, a)) u.looked = a->looked, u.looked_count = a->looked_count;
+    return u;
 }
 
 /* Sums the gradient's norm, if it is to be clipped, and finds whether what lies in the buffer is finite: all of it, or
@@ -80,10 +107,10 @@ static int fill_floats(pyps_store *s, const pyps_push_args *a) {
 static int finish_fill(pyps_store *s, const pyps_push_args *a) {
     bool finite = false, checked = a->ranges || (a->codec == PYPS_F32 && a->gradient);
     if (s->policy->stages) norm_reset(s, a->staging);
-    else norm_of_push(s, a->staging, &finite);
+    else if (clips_norm(s, a)) norm_of_push(s, a->staging, &finite);
     if (checked || a->nonfinite != PYPS_NONFINITE_ERROR) return PYPS_OK;
-    uint64_t first = finite || a->codec != PYPS_F32 ? s->trained / s->geometry.chunk_params : 0;
-    return finite_check(s, staging_data(s, s->slot, a->staging), (uint32_t)first, NULL);
+    const struct unseen unseen = unseen_of(s, a, finite);
+    return finite_check(s, &unseen, NULL);
 }
 
 /* Of the gradient as it will be applied, in blocks that are spread over all of it: at most SKETCHED values. */
@@ -105,7 +132,8 @@ static void sketch(const pyps_store *s, const pyps_push_args *a, struct event *e
     e->sketched = 1;
 }
 
-static uint32_t form(const pyps_push_args *a) {
+static uint32_t form(const pyps_store *s, const pyps_push_args *a) {
+    if (is_looked(s, a)) return STAGED_LOOKED;
     if (a->codec != PYPS_F32 || a->nonfinite == PYPS_NONFINITE_ERROR) return a->codec;
     return a->nonfinite == PYPS_NONFINITE_ZERO ? STAGED_ZERO : STAGED_SKIP;
 }
@@ -114,8 +142,9 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     struct staging_header *header = staging_header(s, s->slot, a->staging);
     int rc = check(s, a);
     if (rc) return rc;
-    header->codec = form(a), header->scale = a->scale, header->samples = a->samples;
+    header->codec = form(s, a), header->scale = a->scale, header->samples = a->samples;
     header->position = a->position;
+    store32_release(&header->false_look, 0); /* no other participant reads it before admission */
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.correction : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */

@@ -9,9 +9,13 @@ uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {
     return codec < STAGED_FORMS ? codec : PYPS_F32;
 }
 
-/* A block that is not finite as an encoder would send it: as zeros, or with zeros in it. */
-static const float *mended(uint32_t codec, const float *gradient, size_t length, float *block) {
+/* A block that is not finite as an encoder would send it: as zeros, or with zeros in it. A participant that applies a
+ * chunk says so of a gradient that its owner has looked at, before the chunk's word does: falsely_looked reads it after
+ * it has seen every word. */
+static const float *mended(struct staging_header *header, uint32_t codec, const float *gradient,
+                           size_t length, float *block) {
     if (kernels_chosen()->finite(gradient, length)) return gradient;
+    if (codec == STAGED_LOOKED) store32_release(&header->false_look, 1); /* with load32_acquire below */
     for (size_t i = 0; i < length; i++)
         block[i] = codec == STAGED_ZERO && isfinite(gradient[i]) ? gradient[i] : 0;
     return block;
@@ -20,10 +24,20 @@ static const float *mended(uint32_t codec, const float *gradient, size_t length,
 const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
                               uint64_t at, size_t length, float *block) {
     if (codec == PYPS_F32) return staging_data(s, slot, staging) + at;
-    if (codec >= CODECS) return mended(codec, staging_data(s, slot, staging) + at, length, block);
+    if (codec >= CODECS)
+        return mended(staging_header(s, slot, staging), codec, staging_data(s, slot, staging) + at, length,
+                      block);
     kernels_chosen()->decode(codec, block, staging_codes(s, slot, staging) + codec_codes(codec, at),
                              staging_scales(s, slot, staging, codec) + codec_scales(codec, at), length);
     return block;
+}
+
+int falsely_looked(const pyps_store *s, uint32_t staging) {
+    if (!load32_acquire(&staging_header(s, s->slot, staging)->false_look)) return PYPS_OK;
+    return fail(
+        PYPS_EFALSELOOK,
+        "push: looked: it names a part of the gradient that has a value that is not finite; blocks with "
+        "such values were taken as zeros");
 }
 
 /* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for a run of `length` floats from `at` of the

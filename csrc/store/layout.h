@@ -86,17 +86,19 @@ struct chunk_header {
 _Static_assert(sizeof(struct chunk_header) == 64, "one cache line");
 
 /* How a gradient lies in a staging buffer: in a codec, or as floats of which what is not finite counts as zero, its
- * whole block or it alone. */
-enum { STAGED_SKIP = PYPS_NF4 + 1, STAGED_ZERO, STAGED_FORMS };
+ * whole block or it alone. STAGED_LOOKED: as STAGED_SKIP, but its owner has said that there is none. */
+enum { STAGED_SKIP = PYPS_NF4 + 1, STAGED_ZERO, STAGED_LOOKED, STAGED_FORMS };
 
-/* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission. Then come
- * [chunks] words of clip_norm.c, which do. Last come the ranges of which the gradient is. */
+/* Before every staging buffer, followed by [groups] hyper constants. Does not change after admission, but for
+ * `false_look`. Then come [chunks] words of clip_norm.c, which do too. Last come the ranges of which the gradient is. */
 struct staging_header {
     float scale;
     uint32_t samples, codec; /* or STAGED_SKIP ... */
     float compensation;      /* lambda if the policy needs base parameters, which follow the codes */
     uint64_t position;       /* of hyper, in its schedule */
     uint64_t ranges;         /* how many; 0: it is of the whole flat vector */
+    a32 false_look;          /* 1: STAGED_LOOKED, and a participant found what is not finite: gradient.c */
+    uint32_t reserved;
     pyps_hyper hyper[];
 };
 

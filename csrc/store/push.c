@@ -181,7 +181,7 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     s->staging_ticket[staging] = ticket;
     s->staging_taken[staging] = false;
     s->in_round = false;
-    return PYPS_OK;
+    return falsely_looked(s, staging);
 }
 
 static int wait_for_round(pyps_store *s, uint32_t staging, uint64_t deadline, pyps_push_result *out) {
@@ -333,7 +333,8 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     if (!outcome.ticket) return PYPS_OK; /* skipped */
     out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     keep_own(s, args, &outcome);
-    return unless_full(chunks_follow(s, outcome.ticket, outcome.ticket));
+    rc = unless_full(chunks_follow(s, outcome.ticket, outcome.ticket));
+    return rc ? rc : falsely_looked(s, args->staging);
 }
 
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {

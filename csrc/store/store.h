@@ -355,6 +355,8 @@ uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging); /*
 /* `length` floats from `at` of a staged gradient: in place, or unless it is PYPS_F32 maybe in `block`. */
 const float *staging_gradient(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec,
                               uint64_t at, size_t length, float *block);
+/* Of this worker's gradient, when every chunk has its ticket: PYPS_EFALSELOOK, or PYPS_OK. */
+int falsely_looked(const pyps_store *s, uint32_t staging);
 /* Of the ticket that was loaded last: where its constants are, and `length` floats of its gradient from `at` of the
  * flat vector, in place or in `block`. A round's mean is scaled; a push's gradient is not. */
 const struct staging_header *ticket_constants(const pyps_store *s);
@@ -363,8 +365,7 @@ const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, fl
 /* clip_norm.c */
 /* Forgets the sums of squares in a staging buffer that is not admitted yet. */
 void norm_reset(const pyps_store *s, uint32_t staging);
-/* The same, and sums the gradient of a push that is applied alone, if it is to be clipped. *finite_out: it was summed,
- * and has no value that is not finite. */
+/* The same, and sums the gradient of a push that is applied alone. *finite_out: it has no value that is not finite. */
 void norm_of_push(pyps_store *s, uint32_t staging, bool *finite_out);
 /* Sets s->norm for the ticket that was loaded last. Its hazard is set, and a chunk lacks it. */
 void norm_of_ticket(pyps_store *s);
@@ -446,8 +447,16 @@ int participant_leave(pyps_store *s); /* pyps_leave, but the staging buffers sta
 /* ---- push ---- */
 
 /* finite.c */
-/* That every value is finite, from the chunk `first` on; copies the gradient meanwhile, unless `to` is NULL. */
-int finite_check(pyps_store *s, const float *values, uint32_t first, float *to);
+/* What finite_check is to find finite: values from the chunk `first` on, but for the parts that the caller has looked
+ * at. */
+struct unseen {
+    const float *values;
+    uint32_t first;
+    const pyps_range *looked;
+    uint64_t looked_count;
+};
+/* PYPS_OK, or PYPS_ENONFINITE. Copies the gradient meanwhile, unless `to` is NULL. */
+int finite_check(pyps_store *s, const struct unseen *unseen, float *to);
 /* The same of ranges, which lie at their places, or packed one after the other. */
 int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
                         uint64_t count);

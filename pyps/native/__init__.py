@@ -155,17 +155,25 @@ def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
             raise InvalidArgument(what, f"{name}: found {seconds}; expected at least 0")
         setattr(c, name.replace("seconds", "nanoseconds"), round(seconds / NANOSECOND))
     c.position = unsigned(what, "position", push.position, 64)
-    ranges = ffi.NULL
-    if push.ranges is not None:
-        ranges, c.range_count = ffi.from_buffer("pyps_range[]", push.ranges), len(push.ranges)
-    c.ranges = ranges
+    c.ranges, c.range_count = ranges = c_ranges(push.ranges)
+    c.looked, c.looked_count = looked = c_ranges(push.looked)
     c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
     given = ffi.NULL if push.given is None else _ticket_struct(push.given)
     setattr(c, "as", given)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
-    return c, (constants, gradient, base_params, ranges, given)
+    return c, (constants, gradient, base_params, ranges, looked, given)
+
+
+def c_ranges(ranges: NDArray[np.uint64] | None) -> tuple[Any, int]:
+    """As the core takes them, uint64 [n, 2], and how many; None: (NULL, 0)."""
+    return (ffi.NULL, 0) if ranges is None else (ffi.from_buffer("pyps_range[]", ranges), len(ranges))
+
+
+def finite(values: Flat) -> bool:
+    """Whether every value of a contiguous fp32 array is finite. Any thread may ask, during any call."""
+    return lib.pyps_finite(ffi.from_buffer("float[]", values), values.size) == 0
 
 
 def _ticket_struct(ticket: Ticket) -> Any:

@@ -20,6 +20,7 @@ from pyps.native import (
     AVERAGED,
     NANOSECOND,
     Pointer,
+    c_ranges,
     check,
     decode,
     encoded_bytes,
@@ -194,8 +195,7 @@ class LocalBackend:
         if ranges is None:
             check("pull", lib.pyps_pull(self.pointer, to, version))
         else:
-            rc = lib.pyps_pull_ranges(self.pointer, _c_ranges(ranges), len(ranges), to, version)
-            check("pull", rc)
+            check("pull", lib.pyps_pull_ranges(self.pointer, *c_ranges(ranges), to, version))
         return int(version[0])
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
@@ -206,9 +206,8 @@ class LocalBackend:
 
     def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         version, handle = ffi.new("uint64_t *"), ffi.new_handle((self.pointer, visit))
-        c_ranges, count = (ffi.NULL, 0) if ranges is None else (_c_ranges(ranges), len(ranges))
         show = lib.pyps_python_visit
-        rc = lib.pyps_read(self.pointer, c_ranges, count, show, handle, timeout, version)
+        rc = lib.pyps_read(self.pointer, *c_ranges(ranges), show, handle, timeout, version)
         if rc > 0:
             raise raised.pop()
         check("read", rc)
@@ -380,10 +379,6 @@ class LocalBackend:
 
 def _owned(out: Any) -> Pointer:
     return Pointer(ffi.gc(out[0], lib.pyps_close))
-
-
-def _c_ranges(ranges: Ranges) -> Any:
-    return ffi.from_buffer("pyps_range[]", ranges)
 
 
 def _member(c: Any) -> Member:

@@ -393,6 +393,9 @@ class PushRequest:
     worker, compute and data; 0: compute_seconds. data_seconds: of these, for data. ranges: the parts of the
     flat vector that the gradient is of (pyps.native.ranges), in fp32; `gradient` and `base_params` hold their
     values one after the other. None: all of it. tag: the sender's name of this push, which its ticket tells.
+    looked: the parts of the flat vector (pyps.native.ranges) where the gradient in the staging buffer is
+    known to be finite, so that the core need not read them once more; FalseLook if one is not. None: none.
+    A store on this machine reads it where `encoding` is fp32 and refuses what is not finite.
     given: of a store that holds a part of a model: the ticket that the store which decides gave this
     gradient; its scale, share and part are taken.
     """
@@ -415,6 +418,7 @@ class PushRequest:
     ranges: NDArray[np.uint64] | None = None
     tag: Tag = NO_TAG
     given: Ticket | None = None
+    looked: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

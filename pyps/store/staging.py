@@ -84,13 +84,15 @@ def push_request(
     encoding: Encoding | str | None = None,
     gradient: Flat | NDArray[np.uint8] | None = None,
     ranges: Any = None,
+    looked: Any = None,
     **options: Any,
 ) -> PushRequest:
     """A PushRequest from the short forms of its fields.
 
     staging, samples, scale, timeout: as there. hyper: one for all of the store's `groups`, or one each.
     encoding: an Encoding, a codec's name, or None for fp32. gradient: fp32, or uint8 for codes. ranges: of
-    the gradient, whole numbers [n, 2]. options: the other fields. Raises InputError for an unknown codec.
+    the gradient; looked: found finite; whole numbers [n, 2]. options: the other fields. Raises InputError
+    for an unknown codec.
     """
     return PushRequest(
         staging.index if isinstance(staging, StagingBuffer) else staging,
@@ -102,6 +104,7 @@ def push_request(
         gradient,
         encoded=gradient is not None and gradient.dtype == np.uint8,
         ranges=None if ranges is None else as_ranges("push", ranges),
+        looked=None if looked is None else as_ranges("push", looked),
         **options,
     )
 

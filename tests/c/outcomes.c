@@ -84,6 +84,28 @@ static void not_finite(void) {
     close_two();
 }
 
+static void false_look(void) {
+    open_two(PYPS_ASP, 60);
+    const pyps_range all = {0, FLAT}, most = {0, 7};
+    uint32_t samples = start(first).count, staging = stage(first, 1);
+    pyps_push_args args = {.size = sizeof args, .staging = staging, .samples = samples, .scale = 1};
+    args.hyper = &push_hyper, args.timeout_seconds = 1, args.looked = &most, args.looked_count = 1;
+    pyps_push_result out;
+    start(second);
+    pyps_staging(first, staging)[7] = NAN;
+    expect(pyps_finite(pyps_staging(first, staging), FLAT), PYPS_ENONFINITE, "a look");
+    expect(pyps_push(first, &args, &out), PYPS_ENONFINITE, "what was not looked at");
+    args.looked = &all;
+    expect(pyps_push(first, &args, &out), PYPS_EFALSELOOK, "a false look");
+    CHECK(out.version == 1 && out.admitted_nanoseconds && !is_callers(first, staging),
+          "it is not admitted, or its buffer is still the caller's");
+    check_version(second, 1, 0);
+    start(first), args.staging = stage(first, 1);
+    must(pyps_push(first, &args, &out), "the next one");
+    check_version(second, 2, -1);
+    close_two();
+}
+
 static void rejected(void) {
     open_two(policy_numbered("backup"), 60);
     uint32_t samples = start(first).count, staging = stage(first, 1), late = stage(second, 5);
@@ -313,6 +335,7 @@ static void no_descriptor(void) {
 static const struct test_case cases[] = {
     {"invalid", invalid},
     {"not-finite", not_finite},
+    {"false-look", false_look},
     {"rejected", rejected},
     {"fenced", fenced},
     {"before-turn", timed_out_before},

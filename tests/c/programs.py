@@ -73,6 +73,7 @@ MISUSE = (
 OUTCOMES = (
     "invalid",
     "not-finite",
+    "false-look",
     "rejected",
     "fenced",
     "before-turn",
