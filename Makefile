@@ -47,11 +47,11 @@ PYTEST = $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cp
 test: lint
 	$(PYTEST) -m 'not thorough' --reruns $(RERUNS)
 
-test-all: lint
+test-all: lint .venv/fine-tune
 	$(PYTEST) --real-torch
 
 # What `make test` leaves out of test-all. These live with time limits and killed processes: a failure is tried again.
-test-thorough: .venv/dev
+test-thorough: .venv/dev .venv/fine-tune
 	$(PYTEST) --real-torch -m thorough --reruns 2
 
 test-fast: .venv/dev
@@ -179,6 +179,12 @@ REQUIRED = $(PY) -c 'import sys, tomllib; whole = tomllib.load(open("pyproject.t
 	$(PIP) $(shell grep '^torch==' constraints.txt)
 	$(REQUIRED) demo > .venv/demo.txt
 	$(PIP) -r .venv/demo.txt
+	@touch $@
+
+# PEFT and TRL, of which only thorough tests know.
+.venv/fine-tune: .venv/dev
+	$(REQUIRED) fine-tune > .venv/fine-tune.txt
+	$(PIP) -r .venv/fine-tune.txt
 	@touch $@
 
 # The C core again when it changed.

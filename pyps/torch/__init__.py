@@ -11,6 +11,7 @@ from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.compose import UnevenLoader, UnevenStep, uneven
 from pyps.torch.decisions import RankState
+from pyps.torch.groups import UnevenGroupSampler
 from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.noise import GradientNoise
@@ -30,6 +31,7 @@ __all__ = [
     "Rebalancer",
     "SplitChange",
     "UnevenBatchSampler",
+    "UnevenGroupSampler",
     "UnevenIterableDataset",
     "UnevenLoader",
     "UnevenStep",

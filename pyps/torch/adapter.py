@@ -15,6 +15,7 @@ from pyps.errors import InputError
 from pyps.formats import Profile
 from pyps.formats.files import write_bytes
 from pyps.torch.ddp_hook import DDPHook
+from pyps.torch.groups import UnevenGroupSampler, least_groups
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
@@ -207,12 +208,14 @@ def uneven_loader(
     seed: int | None = None,
     shuffle: bool = True,
     drop_last: bool | None = None,
+    group: int = 1,
 ) -> DataLoader[Any]:
     """The loader with uneven batches, in `parts` micro-batches a round.
 
     total: B; by default the loader's batch size, that of all ranks, for each of the parts. run: gets the
-    sampler. A loader that has an UnevenBatchSampler keeps it. All ranks call it. Raises InputError for a
-    sampler of another number of micro-batches, for a loader without a batch size, and for a second one.
+    sampler. group: above 1, B counts indices that come so often, as in UnevenGroupSampler. A loader that has
+    an UnevenBatchSampler keeps it. All ranks call it. Raises InputError for a sampler of another number of
+    micro-batches, for a loader without a batch size, and for a second one.
     """
     if run.sampler is not None:
         raise InputError(
@@ -229,14 +232,17 @@ def uneven_loader(
         split = run.plan
         if split is None:
             total = total or (loader.batch_size or 1) * parts
-            split = agreed_split(total, run.profile, max_batch=run.max_batch, accumulate=parts)
+            least = least_groups(group, parts)
+            split = agreed_split(total, run.profile, max_batch=run.max_batch, accumulate=least)
         seeds = [torch.initial_seed() % (MAX_SEED + 1) if seed is None else seed]
         dist.broadcast_object_list(seeds)
         length = len(loader.dataset)  # type: ignore[arg-type]
         last = loader.drop_last if drop_last is None else drop_last
-        sampler = UnevenBatchSampler(
-            length, split, seed=seeds[0], shuffle=shuffle, drop_last=last, accumulate=parts
-        )
+        order: dict[str, Any] = {"seed": seeds[0], "shuffle": shuffle, "drop_last": last}
+        if group > 1:
+            sampler = UnevenGroupSampler(length, split, group=group, passes=parts, **order)
+        else:
+            sampler = UnevenBatchSampler(length, split, accumulate=parts, **order)
     run.sampler = sampler
     return DataLoader(loader.dataset, batch_sampler=sampler, **_kept(loader))
 

@@ -97,8 +97,8 @@ class Rebalancer:
     ) -> None:
         _check_types(sampler, hook, window)
         consensus = Consensus("Rebalancer", hook.group, store, timeout, hook.peers)
-        least = sampler.accumulation * hook.least_samples
-        least = max(least if sampler.batch >= least else sampler.accumulation, min_batch)
+        least = sampler.least * hook.least_samples
+        least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))
         self.states: list[RankState] = []
         self.observers: list[Callable[[Rebalancer], None]] = []

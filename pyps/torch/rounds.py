@@ -58,6 +58,11 @@ class Rounds(ABC):
         return self._min_batches[self.rank]
 
     @property
+    def least(self) -> int:
+        """The least samples of this rank in a round: one for each micro-batch."""
+        return self.accumulation
+
+    @property
     def accumulations(self) -> Split:
         """Micro-batches of every rank in a round."""
         return self._min_batches

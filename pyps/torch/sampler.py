@@ -11,7 +11,7 @@ them can resume from it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
@@ -138,9 +138,13 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             if (self.epoch, number) < self._past and self.epoch == self._past[0]:
                 first += size
                 continue
-            for low, high in micro_batches(first + begin, first + end, self.accumulation):
-                yield [int(k) for k in order[low:high]]
+            yield from self._cut(order[first + begin : first + end])
             first += size
+
+    def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:
+        """This rank's part of a round in its micro-batches."""
+        for low, high in micro_batches(0, len(part), self.accumulation):
+            yield [int(k) for k in part[low:high]]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, at its first sample; the same number again changes nothing.

@@ -76,25 +76,27 @@ class UnevenTraining:
             return even
         self._check()
         self.accelerator._dataloaders.remove(even)
-        order = self._get_train_sampler(self.train_dataset)
-        if not isinstance(order, RandomSampler | SequentialSampler):
-            found = "an IterableDataset" if order is None else type(order).__name__
-            expected = "a data set with a length, in a shuffled or a plain order"
-            raise InputError("UnevenTrainer", "train_dataset, its sampler", found, expected)
-        parts = args.gradient_accumulation_steps
+        seed = args.seed if args.data_seed is None else args.data_seed
         loader = uneven_loader(
-            even,
-            parts,
-            self.run,
-            total=args.per_device_train_batch_size * args.world_size * parts,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=isinstance(order, RandomSampler),
-            drop_last=args.dataloader_drop_last,
+            even, args.gradient_accumulation_steps, self.run, seed=seed, **self._uneven_order()
         )
         self.run.loader = prepare_data_loader(
             loader, args.device, num_processes=1, process_index=0, rng_types=[], use_seedable_sampler=False
         )
         return self.run.loader
+
+    def _uneven_order(self: Any) -> dict[str, Any]:
+        """The global batch, and in what order samples come, as in uneven_loader. Raises InputError."""
+        args, order = self.args, self._get_train_sampler(self.train_dataset)
+        if not isinstance(order, RandomSampler | SequentialSampler):
+            found = "an IterableDataset" if order is None else type(order).__name__
+            expected = "a data set with a length, in a shuffled or a plain order"
+            raise InputError("UnevenTrainer", "train_dataset, its sampler", found, expected)
+        return {
+            "total": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+            "shuffle": isinstance(order, RandomSampler),
+            "drop_last": args.dataloader_drop_last,
+        }
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Returns the loss so that its mean over ranks, summed over a round, is the mean over its samples."""
@@ -144,21 +146,14 @@ class UnevenTraining:
         ddp = getattr(model, "_orig_mod", model)
         if not isinstance(ddp, DistributedDataParallel):
             raise InputError("UnevenTrainer", "model", type(ddp).__name__, "DistributedDataParallel")
-        counts: dict[str, Any] = {"rows": rows_of}
-        labels = inputs.get("labels")
-        if self._count is not None:
-            counts = {"count": self._count}
-        elif isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            for shift in (False, True)[: labels.dim()]:
-                counts = {f"targets, shift={shift}": partial(count_targets, shift=shift), **counts}
-        by_items, fitting, factor = self._kind(ddp.module, inputs, items, counts)
+        by_items, count, factor = self._kind(ddp.module, inputs, items)
         inner, scaler = self.accelerator.backward, self.accelerator.scaler
         if by_items:
             # Each loss is N times its part of the mean over all targets, so the ranks' average is right.
             parts = self.args.gradient_accumulation_steps
             hook = weighted_hook(ddp, count=lambda *_, **__: 1 / parts, reduction="sum", scaler=scaler)
         else:
-            self._uneven_count = count = counts[fitting]
+            self._uneven_count = count
 
             def counted(*arguments: Any, **named: Any) -> Any:
                 weight = self._uneven_weight
@@ -174,11 +169,24 @@ class UnevenTraining:
         self.run.weight(hook, managed=True)
         self.run.connect()
 
-    def _kind(self: Any, module: Any, inputs: Any, items: Any, counts: Any) -> tuple[bool, str, float]:
-        """Whether the loss is divided by the items; what it is a mean over; what it lacks to N parts.
+    def _counts(self: Any, inputs: Any) -> dict[str, Any]:
+        """What the loss may be a mean over: functions of a micro-batch's inputs."""
+        counts: dict[str, Any] = {"rows": rows_of}
+        labels = inputs.get("labels")
+        if self._count is not None:
+            counts = {"count": self._count}
+        elif isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            for shift in (False, True)[: labels.dim()]:
+                counts = {f"targets, shift={shift}": partial(count_targets, shift=shift), **counts}
+        return counts
+
+    def _kind(self: Any, module: Any, inputs: Any, items: Any) -> tuple[bool, Any, float]:
+        """Whether the loss is divided by the items; what counts that which it is a mean over; what it lacks
+        to N parts.
 
         Raises InputError on all ranks for a loss that is neither.
         """
+        counts = self._counts(inputs)
         trained = module.training
         tolerance = EXACT if self.args.device.type == "cpu" else NEAR
         tolerance = ROUGH if self.args.bf16 or self.args.fp16 else tolerance
@@ -201,11 +209,11 @@ class UnevenTraining:
         torch.distributed.all_gather_object(every, (by_items, fitting))
         common = [name for name in counts if all(name in one[1] for one in every)]
         if all(one[0] is True for one in every):
-            return True, "", lacks
+            return True, None, lacks
         if not common:
             expected = "a mean over rows or targets, or what is divided by num_items_in_batch"
             raise InputError("UnevenTrainer", "compute_loss", "a loss of unknown weights", expected)
-        return False, common[0], 1.0
+        return False, counts[common[0]], 1.0
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]

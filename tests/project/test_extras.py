@@ -20,11 +20,13 @@ LEFT_OUT = (
     "lightning",
     "matplotlib",
     "opentelemetry",
+    "peft",
     "prometheus_client",
     "ray",
     "sklearn",
     "tensorboard",
     "transformers",
+    "trl",
     "zmq",
 )
 WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({LEFT_OUT})\n"
@@ -35,7 +37,7 @@ NEED_THEIRS = (
     "pyps.torch.lightning",
     "pyps.worker.jax",
 )
-NEED_THEIRS += ("pyps.torch.transformers",)
+NEED_THEIRS += ("pyps.torch.transformers", "pyps.torch.trl")
 IMPORT_ALL = f"""{WITHOUT}
 import importlib, pkgutil, pyps
 for module in pkgutil.walk_packages(pyps.__path__, "pyps."):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "fine_tune"
 IN_FLOAT32 = 1e-5  # relative
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate sets torch's threads anew
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 pytestmark = pytest.mark.thorough
 
@@ -38,6 +39,26 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 32
     assert "512 parameters trained" in said
+
+
+def test_prompts_stay_whole_and_the_gradient_is_one_process(tmp_path: Path) -> None:
+    """TRL's GRPO, six prompts on one rank and two on the other, four completions each; all kinds of loss."""
+    pytest.importorskip("trl")
+    script = ROOT / "tests" / "helpers" / "grpo_train.py"
+    losses = ["dapo", "grpo", "bnpo", "dr_grpo"]
+    said = run_script(script, 2, OUT=str(tmp_path), LOSSES=" ".join(losses), **OFFLINE, **ONE_THREAD)
+    found = re.findall(r"^(\w+) (\S+) 4 \[\(24, 8\)\]", said, re.MULTILINE)
+    assert [loss for loss, _ in found] == losses
+    assert all(float(worst) < IN_FLOAT32 for _, worst in found), found
+
+
+def test_the_example_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    said = run_script(EXAMPLES / "grpo.py", 2, **OFFLINE, **ONE_THREAD)
+    a, b, reward = re.findall(r"prompts \((\d+), (\d+)\) reward (\S+)", said)[0]
+    assert int(a) + int(b) == 8
+    assert float(reward) > 0.5  # 0.1 at first
 
 
 def test_only_the_adapter_travels(tmp_path: Path) -> None:
