@@ -26,7 +26,9 @@ import psutil
 import torch
 from local_link import (
     DEADLINE_SECONDS,
+    FOUR,
     LOOK_SECONDS,
+    Setting,
     Way,
     environment,
     new_run,
@@ -39,8 +41,6 @@ from local_link import (
 from record import table, write_section
 from safetensors.torch import load_file
 from shaped import Shaped, missing, shaped
-from text import load
-from train import Transformer, loss_of
 
 from pyps.checkpoint.folder import newest_checkpoint
 from pyps.errors import InputError
@@ -64,22 +64,25 @@ class Ended:
 class Hosts:
     """A run on both hosts, in a folder: started, killed, resumed."""
 
-    def __init__(self, pair: Shaped, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self, pair: Shaped, folder: Path, options: argparse.Namespace, way: Way = WAY, setting: Setting = FOUR
+    ) -> None:
         self.pair, self.folder, self.options = pair, folder, options
-        self.plan = planned(folder, options, WAY)
+        self.way, self.setting = way, setting
+        self.plan = planned(folder, options, way, setting)
 
     def begin(self, stack: ExitStack, *, resume: bool = False) -> list[subprocess.Popen[bytes]]:
         """Start the server and both launchers; the launchers, by host."""
         address = stack.enter_context(served(self.pair, self.folder))
         runs = []
         for host in (0, 1):
-            command = new_run(self.folder, self.options, host, self.plan, address, 0)
+            command = new_run(self.folder, self.options, host, self.plan, address, 0, self.setting)
             command[-1:-1] = ["--checkpoint-every", "3", "--round-timeout", "60"]
             if resume:
                 run = str(self.folder / f"run{host}")
                 command = [program("pyps"), "run", "--resume", run, "--connect", address, "--json"]
             said = stack.enter_context((self.folder / f"out{host}").open("ab"))
-            runs.append(start(stack, self.pair, host, command, environment(self.options, 0), said))
+            runs.append(start(stack, self.pair, host, command, environment(self.options, 0, self.way), said))
         return runs
 
     def wait_until_trained(self, samples: int) -> None:
@@ -94,10 +97,7 @@ class Hosts:
 
     def ended(self) -> Ended:
         weights = load_file(self.folder / "run0" / "model.safetensors")
-        model, held_out = Transformer(), load()[1]
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            loss = float(loss_of(model, held_out))
+        loss = self.setting.loss({name: value.numpy() for name, value in weights.items()})
         newest = newest_checkpoint(self.folder / "run0")
         assert newest is not None
         state = json.loads((newest / "checkpoint.json").read_text())["state"]
@@ -116,7 +116,9 @@ def killed_worker(hosts: Hosts) -> None:
         runs = hosts.begin(stack)
         hosts.wait_until_trained(hosts.options.samples // 2)
         launcher = psutil.Process(runs[FAR].pid)
-        workers = [c for c in launcher.children(recursive=True) if "local_link_worker.py" in str(c.cmdline())]
+        workers = [
+            c for c in launcher.children(recursive=True) if hosts.setting.script.name in str(c.cmdline())
+        ]
         kill(workers[:1])
         wait_for(runs)
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,8 +44,6 @@ from train import Transformer, loss_of
 
 HERE = Path(__file__).resolve().parent
 Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
-SPEEDS, HOSTS = (1, 2, 3, 4), (0, 1, 1, 0)  # of each rank
-UNEVEN = (2, 4, 6, 8)
 PORTS, STORE = (5555, 29572), "local-link"
 LEAST, SHARE = 2.2, 0.6  # times as fast, where a step of DDP is so much on the link
 MORE = 1.3  # times DDP's samples, that local steps may train
@@ -56,7 +54,8 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.2, 1500.0
 
 @dataclass(frozen=True)
 class Way:
-    """Local steps in rounds: how many on average, and the codec of the differences; parameters come in int8.
+    """Local steps in rounds: how many on average (0: none, a push a step), and the codec of what is pushed;
+    parameters come in int8.
 
     global_batch, lr: of the local steps, where they are not those of a step each time. overlaps: workers go
     on with local steps while differences and parameters travel. nesterov: outside, as learning rate and
@@ -66,7 +65,7 @@ class Way:
     title: str
     steps: int
     codec: str = "int8"
-    global_batch: int = sum(UNEVEN)
+    global_batch: int = 20
     lr: float | None = None
     overlaps: bool = False
     nesterov: tuple[float, float] = (1.0, 0.0)
@@ -89,6 +88,43 @@ WAYS = (
 )
 
 
+def small_transformer(tensors: dict[str, NDArray[np.float32]]) -> float:
+    """The held-out loss of the model of examples/local_steps, with these parameters."""
+    model = Transformer()
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in tensors.items()})
+    with torch.no_grad():
+        return float(loss_of(model, load()[1]))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What trains where. speeds, hosts: of each rank. batches: of DDP. parameters: those that travel.
+
+    script: a rank's, or a worker's. loss: held-out, of the store's tensors.
+    """
+
+    speeds: tuple[int, ...]
+    hosts: tuple[int, ...]
+    batches: tuple[int, ...]
+    parameters: int
+    script: Path
+    loss: Callable[[dict[str, NDArray[np.float32]]], float]
+
+    def sample_seconds(self, slowest: float) -> list[float]:
+        """Of each rank. slowest: at speed 1."""
+        return [slowest / speed for speed in self.speeds]
+
+
+FOUR = Setting(
+    speeds=(1, 2, 3, 4),
+    hosts=(0, 1, 1, 0),
+    batches=(2, 4, 6, 8),
+    parameters=sum(p.numel() for p in Transformer().parameters()),
+    script=HERE / "local_link_worker.py",
+    loss=small_transformer,
+)
+
+
 @dataclass(frozen=True)
 class Found:
     """A run: its curve, the bytes of a sample that crossed the link, and the seconds of a global batch."""
@@ -103,44 +139,45 @@ class Found:
         return statistics.mean(loss for _, _, loss in self.curve[-LAST:])
 
 
-def sample_seconds(options: argparse.Namespace) -> list[float]:
-    return [options.sample_seconds / speed for speed in SPEEDS]
-
-
-def every_step(pair: Shaped, options: argparse.Namespace, seed: int) -> Found:
-    """Uneven int8 DDP."""
+def every_step(
+    pair: Shaped, options: argparse.Namespace, seed: int, setting: Setting = FOUR, **more: object
+) -> Found:
+    """DDP. more: for the script, of which the one of examples/local_steps takes no more."""
     chosen = {
-        "batches": UNEVEN,
-        "sample_seconds": sample_seconds(options),
+        "batches": setting.batches,
+        "sample_seconds": setting.sample_seconds(options.sample_seconds),
         "samples": options.samples,
         "every": options.every,
         "seed": seed,
+        **more,
     }
     before = crossed(pair)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ranks = []
-        for rank, host in enumerate(HOSTS):
-            more = {"RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "MASTER_ADDR": SERVER}
-            more |= {"MASTER_PORT": "29572", "GLOO_SOCKET_IFNAME": DEVICE}
-            command = [sys.executable, str(HERE / "local_link_worker.py"), json.dumps(chosen)]
+        for rank, host in enumerate(setting.hosts):
+            group = {"RANK": str(rank), "WORLD_SIZE": str(len(setting.hosts)), "MASTER_ADDR": SERVER}
+            group |= {"MASTER_PORT": "29572", "GLOO_SOCKET_IFNAME": DEVICE}
+            command = [sys.executable, str(setting.script), json.dumps(chosen)]
             said = stack.enter_context((folder / f"{rank}").open("wb"))
-            ranks.append(start(stack, pair, host, command, environment(options, seed) | more, said))
+            ranks.append(start(stack, pair, host, command, environment(options, seed) | group, said))
         wait_for(ranks)
         report = json.loads((folder / "0").read_text().splitlines()[-1])
-    sent = (crossed(pair) - before) / options.samples
+    sent = (crossed(pair) - before) / chosen["samples"]
     return Found([tuple(point) for point in report["curve"]], sent, report["step_seconds"])
 
 
-def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) -> Found:
-    """A run with local steps, each host's ranks by a `pyps run` of its own."""
+def local_steps(
+    pair: Shaped, options: argparse.Namespace, way: Way, seed: int, setting: Setting = FOUR
+) -> Found:
+    """A run through the store, each host's ranks by a `pyps run` of its own."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        plan = planned(folder, options, way)
+        plan = planned(folder, options, way, setting)
         address = stack.enter_context(served(pair, folder))
         before, runs = crossed(pair), []
         for host in (0, 1):
-            words = new_run(folder, options, host, plan, address, seed)
+            words = new_run(folder, options, host, plan, address, seed, setting)
             said = stack.enter_context((folder / f"out{host}").open("wb"))
             runs.append(start(stack, pair, host, words, environment(options, seed, way), said))
         versions = watched(runs, options.every)
@@ -151,49 +188,52 @@ def local_steps(pair: Shaped, options: argparse.Namespace, way: Way, seed: int) 
         ]
     began = min(begin for r in records for kind, begin, _ in r.spans if kind == "compute")
     curve: Curve = []
-    held_out, model = load()[1], Transformer()
     for version, tensors in versions:
         made = [r for r in records if r.version <= version]
         if made:
-            model.load_state_dict({name: torch.from_numpy(values) for name, values in tensors.items()})
-            with torch.no_grad():
-                loss = float(loss_of(model, held_out))
-            curve.append((max(r.admitted_at for r in made) - began, sum(r.samples for r in made), loss))
+            at, samples = max(r.admitted_at for r in made) - began, sum(r.samples for r in made)
+            curve.append((at, samples, setting.loss(tensors)))
     lasted, trained = max(r.admitted_at for r in records) - began, sum(r.samples for r in records)
-    return Found(curve, sent / trained, lasted * sum(UNEVEN) / trained)
+    return Found(curve, sent / trained, lasted * sum(setting.batches) / trained)
 
 
 def new_run(
-    folder: Path, options: argparse.Namespace, host: int, plan: Path, address: str, seed: int
+    folder: Path,
+    options: argparse.Namespace,
+    host: int,
+    plan: Path,
+    address: str,
+    seed: int,
+    setting: Setting = FOUR,
 ) -> list[str]:
     """The command of a host's `pyps run`, in folder/run0 or run1.
 
     options: of this benchmark. plan, address: of the run and its store. seed: of the samples' order.
     """
-    ranks = ",".join(str(rank) for rank, at in enumerate(HOSTS) if at == host)
+    ranks = ",".join(str(rank) for rank, at in enumerate(setting.hosts) if at == host)
     command = [program("pyps"), "run", "--plan", str(plan), "--samples", str(options.local_samples)]
     command += ["--throttle-from", str(folder / "devices.toml"), "--connect", address]
     command += ["--ranks", ranks, "--run-dir", str(folder / f"run{host}"), "--json"]
-    return [*command, "--seed", str(seed), str(HERE / "local_link_worker.py")]
+    return [*command, "--seed", str(seed), str(setting.script)]
 
 
-def planned(folder: Path, options: argparse.Namespace, way: Way) -> Path:
+def planned(folder: Path, options: argparse.Namespace, way: Way, setting: Setting = FOUR) -> Path:
     """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
-    parameters = sum(p.numel() for p in Transformer().parameters())
-    text = f"[job]\nglobal_batch = {way.global_batch}\n[run]\nlocal_steps = {way.steps}\n"
+    text = f"[job]\nglobal_batch = {way.global_batch}\n[run]\n"
+    text += f"local_steps = {way.steps}\n" if way.steps else ""
     text += 'policy = "hps"\npipeline = true\n' if way.overlaps else 'policy = "bsp"\n'
     text += f'codec = "{way.codec}"\npull_codec = "int8"\n'
     text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
-    for rank, seconds in enumerate(sample_seconds(options)):
+    for rank, seconds in enumerate(setting.sample_seconds(options.sample_seconds)):
         profile = {
             "schema": "pyps.profile/1",
             "device": {"name": f"w{rank}"},
-            "model": {"name": "characters", "parameters": parameters},
+            "model": {"name": "characters", "parameters": setting.parameters},
             "points": [{"batch": b, "seconds": seconds * b} for b in (1, 4, 16, 64)],
         }
         (folder / f"w{rank}.json").write_bytes(msgspec.json.encode(profile))
         text += f'[[worker]]\nname = "w{rank}"\nprofile = "w{rank}.json"\nrequired = true\n'
-        text += 'shares = ["link"]\n' if HOSTS[rank] else ""
+        text += 'shares = ["link"]\n' if setting.hosts[rank] else ""
     (folder / "cluster.toml").write_text(text)
     (folder / "devices.toml").write_text(text.replace('shares = ["link"]\n', ""))
     plan = folder / "plan.json"
@@ -318,7 +358,7 @@ def compare(options: argparse.Namespace) -> tuple[bool, str]:
                 found[way.title].append(local_steps(pair, options, way, seed))
             print(f"seed {seed} done", file=sys.stderr, flush=True)
     goals = [run.last for run in found[titles[0]]]
-    compute = UNEVEN[0] * options.sample_seconds / SPEEDS[0]
+    compute = FOUR.batches[0] * options.sample_seconds / FOUR.speeds[0]
     share = statistics.median(1 - compute / one.step_seconds for one in found[titles[0]])
     heading = ["loss in the end", "seconds of a global batch", "samples to the target", "seconds to it"]
     rows = [["", *heading, "times as fast", "bytes per token"]]
