@@ -101,7 +101,7 @@ class UnevenPrompts(UnevenTraining):
     def _prepare_inputs(self: Any, rows: Any) -> Any:
         """A micro-batch of the completions of these prompts, which the first one of a round generates."""
         if self.run.sampler is None or not self.model.training:
-            return super()._prepare_inputs(rows)
+            return super()._prepare_inputs(rows)  # type: ignore[misc]
         parts = self.args.steps_per_generation
         place = self._step % parts
         if self._slices is None or (place == 0 and self._sliced_at != self._step):
@@ -186,7 +186,8 @@ def _completions(batch: Mapping[str, Any]) -> int:
     return len(batch["completion_ids"])
 
 
-def _tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+def _tokens(batch: Mapping[str, Any]) -> Any:
+    """Of the completions of a micro-batch: those that the loss is a mean over."""
     mask = batch["completion_mask"]
     return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).sum()
 
