@@ -163,6 +163,11 @@ class Server:
         host, port = endpoint_parts(self._endpoint)
         return str(Address(self.store, host, port or 0, insecure=self._keys is None))
 
+    @property
+    def sessions(self) -> int:
+        """Clients that are there."""
+        return len(self._clients.sessions)
+
     def wait(self) -> None:
         """Until the server ends, which it does by close() from another thread, or by a fault of its own.
 
