@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyps.errors import PypsError
+from pyps.errors import PypsError, how_to_install
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def require_torch() -> None:
     try:
         importlib.import_module("torch")
     except ImportError as error:
-        message = f"torch cannot be imported ({error}): pip install 'pyps-train[torch]'"
+        message = f"torch cannot be imported ({error}): {how_to_install('torch')}"
         raise PypsError(message) from error
 
 
