@@ -148,8 +148,7 @@ OLDEST_TESTS ?= tests/solver tests/formats tests/policy -m "not thorough" \
 test-oldest:
 	$(PYTHON) -m venv build/oldest
 	$(OLDEST) -m pip install -q uv
-	$(OLDEST) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*p["dependencies"], *p["optional-dependencies"]["oldest"], sep="\n")' > build/oldest/required.txt
+	$(OLDEST) csrc/packaging/install.py --list oldest > build/oldest/required.txt
 	$(OLDEST) -m uv pip install -q --python $(OLDEST) --resolution lowest-direct -r build/oldest/required.txt
 	$(OLDEST) -m pip install -q --no-deps --no-build-isolation -e .
 	$(OLDEST) -m pytest $(OLDEST_TESTS)

@@ -83,6 +83,17 @@ def how_to_install(extra: str) -> str:
     return f"pip install '{source}[{extra}]'"
 
 
+def needed(module: str, extra: str) -> Any:
+    """A module that an extra of pyproject.toml brings. Raises PypsError, with how to install it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise PypsError(f"{name} cannot be imported ({error}): {how_to_install(extra)}") from error
+
+
 def one_of(found: str, choices: Iterable[str]) -> str:
     """What is expected instead of a word that is none of the choices; names the one that it is most like."""
     names = list(choices)

@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,12 @@ def main() -> int:
     """pip's exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("extra", help="a name of [project.optional-dependencies]")
-    extra = parser.parse_args().extra
+    parser.add_argument("--list", action="store_true", help="print the requirements and install nothing")
+    given = parser.parse_args()
+    extra = given.extra
+    if given.list:
+        print(*requirements(extra), sep="\n")
+        return 0
     began = time.monotonic()
     command = [sys.executable, *PIP, *requirements(extra)]
     pip = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -56,10 +62,20 @@ def requirements(extra: str) -> list[str]:
     """What the build, the package and its extra need. Exits, naming the extras, where it is none of them."""
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = whole["project"]
-    extras = project["optional-dependencies"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
     if extra not in extras:
         sys.exit(f"install: found {extra!r}; expected one of {', '.join(extras)}")
-    return [*whole["build-system"]["requires"], *project["dependencies"], *extras[extra]]
+    own = re.compile(rf"{project['name']}\[(.*)\]")  # an extra that has others
+
+    def packages(name: str) -> Iterator[str]:
+        for requirement in extras[name]:
+            if found := own.fullmatch(requirement):
+                for other in found[1].split(","):
+                    yield from packages(other)
+            else:
+                yield requirement
+
+    return [*whole["build-system"]["requires"], *project["dependencies"], *packages(extra)]
 
 
 def read(pip: subprocess.Popen[str], said: list[str], progress: Progress) -> None:
