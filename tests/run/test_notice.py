@@ -35,7 +35,10 @@ model = torch.nn.Linear(4, 1)
 with pyps.join() as worker:
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     noted = open(worker.settings.run_dir / f"computed-{worker.rank}-{os.getpid()}", "a", buffering=1)
-    for x, y in worker.batches((torch.zeros(600, 4), torch.zeros(600, 1))):
+    rows = [(torch.zeros(4), torch.zeros(1))] * 600
+    loaders = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    data = rows if loaders else (torch.zeros(600, 4), torch.zeros(600, 1))
+    for x, y in worker.batches(data, loaders):
         time.sleep(float(sys.argv[1]))
         torch.nn.functional.mse_loss(model(x), y).backward()
         print(len(x), file=noted)
@@ -71,16 +74,18 @@ def all_train(out: Path, ranks: int = len(BATCHES)) -> bool:
 
 @pytest.mark.thorough  # tests/run/test_resume.py stops one as well
 @pytest.mark.parametrize(
-    "options",
-    [["--policy", "bsp"], ["--policy", "asp", "--pipeline", "--depth", "3"], ["--policy", "hps"]],
-    ids=["bsp", "asp in a pipeline", "hps"],
+    ("options", "loaders"),
+    [("--policy bsp", 0), ("--policy asp --pipeline --depth 3", 0), ("--policy hps", 0), ("--policy asp", 1)],
+    ids=["bsp", "asp in a pipeline", "hps", "loader processes"],
 )
 def test_a_run_that_is_stopped_keeps_all_that_was_computed(
-    shm: Path, plan: Path, tmp_path: Path, options: list[str]
+    shm: Path, plan: Path, tmp_path: Path, options: str, loaders: int
 ) -> None:
     """And goes on from there, with every sample trained once."""
     out = tmp_path / "out"
-    process = start(*options_for(plan, 100_000, tmp_path), *options, tmp_path / "train.py", 0.05)
+    process = start(
+        *options_for(plan, 100_000, tmp_path), *options.split(), tmp_path / "train.py", 0.05, loaders
+    )
     until(lambda: all_train(out))
     process.terminate()
     _, said = process.communicate(timeout=60)
