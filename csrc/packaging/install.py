@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PIP = ["-m", "pip", "install", "--no-compile", "--progress-bar", "off", "-c", str(ROOT / "constraints.txt")]
 LOOK_SECONDS = 1.0
-SAY_SECONDS = 10.0  # between two lines where no terminal shows one that changes
+SAY_SECONDS = 10.0
 MEGABYTE = 1e6
 LAST_LINES = 30  # of pip's, shown if it fails
 NAMED = re.compile(
@@ -89,8 +89,9 @@ def read(pip: subprocess.Popen[str], said: list[str], progress: Progress) -> Non
 class Progress:
     """A line on what pip does and since when: on a terminal it changes, elsewhere another one follows."""
 
-    def __init__(self, began: float) -> None:
-        self._began, self._last = began, began
+    def __init__(self, began: float, every: float = SAY_SECONDS) -> None:
+        """every: seconds between two lines where no terminal shows one that changes."""
+        self._began, self._last, self._every = began, began, every
         self._doing = "looks for packages"
         self._packages = 0
         self._modules = Path(sysconfig.get_path("purelib"))
@@ -106,7 +107,7 @@ class Progress:
     def show(self) -> None:
         now = time.monotonic()
         changes = sys.stdout.isatty()
-        if not changes and now - self._last < SAY_SECONDS:
+        if not changes and now - self._last < self._every:
             return
         self._last = now
         doing = self._doing

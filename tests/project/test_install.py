@@ -42,9 +42,8 @@ def test_the_demo_installs_what_it_needs_and_no_more() -> None:
     ],
 )
 def test_what_is_said_of_pip(line: str, doing: str, capsys: Any) -> None:
-    progress = INSTALL["Progress"](0.0)
+    progress = INSTALL["Progress"](0.0, every=0.0)
     progress.read(line)
-    progress._last = 0.0
     progress.show()
     assert capsys.readouterr().out.endswith(f" s  pip {doing}\n")
 
