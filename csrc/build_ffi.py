@@ -13,6 +13,7 @@ extern "Python" int pyps_python_push(const pyps_policy_context *context, uint64_
                                      float *scale);
 extern "Python" int pyps_python_interrupted(void);
 extern "Python" int pyps_python_visit(void *context, uint64_t first, const float *values, uint64_t count);
+extern "Python" int pyps_python_arrived(void *context, uint64_t first, uint64_t count);
 """
 
 

@@ -289,6 +289,8 @@ PYPS_API int pyps_unstage(pyps_store *store, uint32_t staging);
 PYPS_API int pyps_push(pyps_store *store, const pyps_push_args *args, pyps_push_result *out);
 /* PYPS_OK, or PYPS_ENONFINITE: a value is NaN or infinite. For `looked`, above; any thread may ask. */
 PYPS_API int pyps_finite(const float *values, uint64_t count);
+/* The same, and copies all of them, finite or not: each comes from memory once. */
+PYPS_API int pyps_take(float *to, const float *from, uint64_t count);
 
 /* ---- 3 More for workers ---- */
 
@@ -313,6 +315,14 @@ PYPS_API int pyps_pull_encoded(pyps_store *store, uint32_t codec, void *data, ui
  * out->version. After a failure `flat` may hold parts of both. */
 PYPS_API int pyps_exchange(pyps_store *store, const pyps_push_args *args, float *flat, pyps_push_result *out,
                            uint64_t *version_out);
+/* The same, and `arrived` is called, in this thread, whenever at least `least` further floats of `flat` are what they will
+ * be, in ascending order; in the end of all that are left. So their way to a device begins while others are applied. It
+ * must not call this handle. If it returns something else than 0, it is not called again; the exchange goes on to its
+ * end, and returns that if it had no error. After an error what was told holds for some of `flat` and not for the rest. */
+typedef int (*pyps_arrival)(void *context, uint64_t first, uint64_t count);
+PYPS_API int pyps_exchange_arriving(pyps_store *store, const pyps_push_args *args, float *flat,
+                                    uint64_t least, pyps_arrival arrived, void *context,
+                                    pyps_push_result *out, uint64_t *version_out);
 /* Claims the samples of the step after the last one claimed, for a worker that computes while its gradients
  * are sent. Claims that may follow the current one: staging_buffers - 1, and at least one.
  * Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing to claim

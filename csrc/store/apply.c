@@ -156,7 +156,7 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     if (!c.exchanged) return;
     if (!c.streams) chunk_look(s, chunk, s->private_buffer, s->stream_to);
     else memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
-    s->streamed[chunk] = ticket->number;
+    chunk_arrived(s, chunk, ticket->number);
 }
 
 /* If a snapshot has exactly the version that is about to be displaced, saves its buffer before the word
@@ -239,6 +239,7 @@ static int follow_taken(pyps_store *s, a32 *next, const void *what) {
         moving = there || (moving && wait_for_word(s, &s->words[chunk], word_make(target->others, 0)));
         int rc = chunk_advance(s, chunk, target->version);
         if (rc) return rc;
+        arrivals_tell(s);
     }
     return PYPS_OK;
 }
@@ -266,7 +267,7 @@ static int advance_taken(pyps_store *s, a32 *next, const void *what) {
     const struct part *of = what;
     int rc = PYPS_OK;
     for (uint32_t chunk; !rc && (chunk = of->part + of->parts * next32_relaxed(next)) < s->geometry.chunks;)
-        rc = chunk_advance(s, chunk, of->version);
+        if (!(rc = chunk_advance(s, chunk, of->version))) arrivals_tell(s);
     return rc;
 }
 

@@ -42,7 +42,7 @@ struct crew {
 static void brief(const pyps_store *s, struct hand *hand, uint32_t number) {
     pyps_store *h = &hand->store;
     h->own = s->own, h->lookahead = s->lookahead;
-    h->stream_to = s->stream_to, h->stream_ticket = s->stream_ticket;
+    h->stream_to = s->stream_to, h->stream_ticket = s->stream_ticket, h->arrivals = s->arrivals;
     h->journal = s->journal, h->journal_file = s->journal_file;
     h->hand = number;
 }

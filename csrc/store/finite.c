@@ -12,6 +12,9 @@
 
 #include "store/store.h"
 
+#define PIECE       (16u * BLOCK)       /* looked at, and then copied from the cache */
+#define STREAM_FROM (UINT64_C(1) << 20) /* floats: a copy so long bypasses the cache */
+
 static int refuse(const pyps_store *s, const float *values, uint64_t at, uint64_t length) {
     while (length-- > 1 && isfinite(*values)) values++, at++;
     uint32_t t = 0;
@@ -95,4 +98,19 @@ int pyps_finite(const float *values, uint64_t count) {
     if (rc || kernels_chosen()->finite(values, count)) return rc;
     while (isfinite(*values)) values++;
     return fail(PYPS_ENONFINITE, "finite: found %g", (double)*values);
+}
+
+int pyps_take(float *to, const float *from, uint64_t count) {
+    const struct kernels *kernels = kernels_chosen();
+    bool finite = true, streams = count >= STREAM_FROM;
+    int rc = count ? given(to) : PYPS_OK;
+    if (rc || (rc = count ? given(from) : PYPS_OK)) return rc;
+    for (uint64_t at = 0, length; at < count; at += length) {
+        length = count - at < PIECE ? count - at : PIECE;
+        finite &= kernels->finite(from + at, length);
+        if (streams) kernels->stream(to + at, from + at, length);
+        else memcpy(to + at, from + at, length * sizeof *to);
+    }
+    if (streams) kernels->copied();
+    return finite ? PYPS_OK : fail(PYPS_ENONFINITE, "take: found a value that is not finite");
 }

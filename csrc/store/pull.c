@@ -30,14 +30,16 @@ static int copy_taken(pyps_store *s, a32 *next, const void *what) {
     uint64_t word, oldest = UINT64_MAX;
     for (uint32_t chunk; (chunk = next32_relaxed(next)) < s->geometry.chunks;) {
         uint64_t version = c->ticket;
-        if (!version || s->streamed[chunk] != version) {
+        if (!version || !has_arrived(s, chunk, version)) {
             int rc = chunk_pin(s, chunk, &word);
             if (rc) return rc;
             chunk_look(s, chunk, word_buffer(word), c->flat);
             FAILPOINT("pull.copied");
             chunk_unpin(s);
             version = word_version(word);
+            if (c->ticket) chunk_arrived(s, chunk, c->ticket);
         }
+        arrivals_tell(s);
         if (version < oldest) oldest = version;
     }
     min64(c->oldest, oldest);
@@ -49,7 +51,7 @@ int chunks_copy(pyps_store *s, float *flat, uint64_t ticket, uint64_t *version_o
     struct copying copying = {flat, ticket, &oldest};
     uint32_t count = ticket ? 0 : s->geometry.chunks;
     for (uint32_t chunk = 0; ticket && chunk < s->geometry.chunks; chunk++)
-        count += s->streamed[chunk] != ticket;
+        count += !has_arrived(s, chunk, ticket);
     int rc = crew_work(s, count, copy_taken, &copying);
     kernels_chosen()->copied();
     *version_out = oldest;

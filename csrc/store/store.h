@@ -40,7 +40,7 @@
  *   words         wait, activity, layout, geometry, handle, mapping, places, crew
  *   buffers       slots, journal, view_store, buffers
  *   gradients     ranges, gradient, clip_norm, averaged, look, staging, encoded
- *   apply         apply
+ *   apply         arrivals, apply
  *   participants  reap, participant
  *   push          finite, fill, push
  *   pull          pull, exchange, snapshot
@@ -133,12 +133,13 @@ struct pyps_store {
     } own;
     float *chunk_floats; /* [chunk_params] parameters that lie otherwise in their chunk; NULL: none yet */
     float *stream_to;    /* during an exchange: the caller's copy of the parameters */
-    uint64_t *streamed;  /* [chunks] the ticket with which a chunk was copied there */
+    a64 *streamed;       /* [chunks] the ticket with which a chunk was copied there */
     uint64_t stream_ticket;
-    uint32_t threads;        /* that its calls may use, as the caller has said; 0 is 1 */
-    struct crew *crew;       /* those that it has; NULL: the caller's alone */
-    const pyps_store *helps; /* this is a hand of that worker's crew; NULL: it is none */
-    uint32_t hand, hands;    /* which of how many work on the present call; the caller's is 0 */
+    struct arrivals *arrivals; /* whom to tell of them; NULL: nobody */
+    uint32_t threads;          /* that its calls may use, as the caller has said; 0 is 1 */
+    struct crew *crew;         /* those that it has; NULL: the caller's alone */
+    const pyps_store *helps;   /* this is a hand of that worker's crew; NULL: it is none */
+    uint32_t hand, hands;      /* which of how many work on the present call; the caller's is 0 */
     bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
     uint32_t round_staging;
     pyps_push_result staged; /* what that push knew when it was staged */
@@ -411,6 +412,20 @@ int chunk_encode(const pyps_store *s, uint32_t chunk, const float *values, struc
 int staging_encode(pyps_store *s, const pyps_push_args *args, struct event *e, pyps_push_result *out);
 
 /* ---- apply ---- */
+
+/* arrivals.c */
+struct arrivals {
+    pyps_arrival arrived;
+    void *context;
+    uint64_t least;       /* floats of a run that is told, but for the last one */
+    uint32_t there, told; /* chunks from the first one on */
+    int refused;          /* what `arrived` returned, if not 0: nothing more is told */
+};
+void arrivals_begin(pyps_store *s, struct arrivals *a); /* nothing is streamed so far */
+void chunk_arrived(const pyps_store *s, uint32_t chunk, uint64_t ticket);
+bool has_arrived(const pyps_store *s, uint32_t chunk, uint64_t ticket);
+void arrivals_tell(pyps_store *s); /* of what there is since the last time, in the caller's thread */
+int arrivals_end(pyps_store *s, bool whole); /* all is there if `whole`; what `arrived` refused with */
 
 /* apply.c */
 /* Applies the tickets that the chunk lacks, up to `version`. */

@@ -176,6 +176,14 @@ def finite(values: Flat) -> bool:
     return lib.pyps_finite(ffi.from_buffer("float[]", values), values.size) == 0
 
 
+def take(values: Flat, to: Flat) -> bool:
+    """Copy a contiguous fp32 array to another of its size; whether every value is finite, as `finite`."""
+    if values.size != to.size:
+        raise InvalidArgument("take", f"to: found {to.size} values; expected {values.size}")
+    out = ffi.from_buffer("float[]", to, require_writable=True)
+    return lib.pyps_take(out, ffi.from_buffer("float[]", values), values.size) == 0
+
+
 def _ticket_struct(ticket: Ticket) -> Any:
     c = ffi.new("pyps_ticket *")
     c.size, c.scale, c.share, c.part = ffi.sizeof("pyps_ticket"), ticket.scale, ticket.share, ticket.part

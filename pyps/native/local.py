@@ -39,7 +39,7 @@ from pyps.native.create import create
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, NewVector, StoreState, new_vector, read_state
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
-from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest, spans_of
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
     Advice,
     Claim,
@@ -63,6 +63,7 @@ from pyps.native.values import (
 from pyps.step.transfer import Ask, Transfers, Verb
 
 ANY_PLAN = 2**64 - 1
+ARRIVAL_ELEMENTS = 1 << 20  # of an exchange's copy that are told at once: 4 MiB, at most 0.4 ms of a bus
 
 
 class Mapping:
@@ -261,11 +262,20 @@ class LocalBackend:
         del keep
         return push_result(r)
 
-    def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
+    def exchange(
+        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> tuple[PushResult, int]:
         c, keep = self._push_args("exchange", request)
         r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
         to = ffi.from_buffer("float[]", out, require_writable=True)
-        check("exchange", lib.pyps_exchange(self.pointer, c, to, r, version))
+        if arrived is None:
+            rc = lib.pyps_exchange(self.pointer, c, to, r, version)
+        else:
+            tell, handle = lib.pyps_python_arrived, ffi.new_handle(arrived)
+            rc = lib.pyps_exchange_arriving(self.pointer, c, to, ARRIVAL_ELEMENTS, tell, handle, r, version)
+        if rc > 0:
+            raise raised.pop()
+        check("exchange", rc)
         del keep
         return push_result(r), int(version[0])
 
@@ -385,6 +395,16 @@ def _member(c: Any) -> Member:
     rank = c.rank if c.rank >= 0 else None
     enums = {"state": MemberState(c.state), "role": Role(c.role), "waits_for": WaitKind(c.waits_for)}
     return Member(**{**struct_values(Member, c), **enums, "rank": rank, "staged": bool(c.staged)})
+
+
+@ffi.def_extern(error=1)
+def pyps_python_arrived(context: Any, first: int, count: int) -> int:
+    try:
+        ffi.from_handle(context)(first, count)
+    except BaseException as error:
+        raised.append(error)
+        return 1
+    return 0
 
 
 @ffi.def_extern(error=1)

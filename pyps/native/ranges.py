@@ -60,7 +60,7 @@ def tensor_ranges(tensors: Iterable[Tensor], names: Iterable[str]) -> Ranges:
     known = {tensor.name: tensor for tensor in tensors}
     chosen = (_known(known, name) for name in set(names))
     parts = sorted((tensor.offset, tensor.elements) for tensor in chosen if tensor.elements)
-    return _merged(np.array(parts, np.uint64))
+    return merged(np.array(parts, np.uint64))
 
 
 def row_ranges(tensors: Iterable[Tensor], name: str, rows: Any) -> Ranges:
@@ -79,7 +79,7 @@ def row_ranges(tensors: Iterable[Tensor], name: str, rows: Any) -> Ranges:
         expected = f"ascending ones, each once, of 0 to {tensor.shape[0] - 1}"
         raise InvalidArgument("ranges", f"rows of {name!r}: expected {expected}")
     first = tensor.offset + wanted.astype(np.int64) * size
-    return _merged(np.stack([first, np.full_like(first, size)], axis=1).astype(np.uint64))
+    return merged(np.stack([first, np.full_like(first, size)], axis=1).astype(np.uint64))
 
 
 def _known(known: Mapping[str, Tensor], name: str) -> Tensor:
@@ -88,7 +88,7 @@ def _known(known: Mapping[str, Tensor], name: str) -> Tensor:
     return known[name]
 
 
-def _merged(ranges: Ranges) -> Ranges:
+def merged(ranges: Ranges) -> Ranges:
     """Ranges that touch become one; their elements stay the same, in the same order."""
     ranges = ranges.reshape(-1, 2)
     if not len(ranges):

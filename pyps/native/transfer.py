@@ -51,4 +51,6 @@ def spans_of(began: float, pushed: float, pulled: float, result: PushResult | No
     return [("push", began, arrived), *waits, ("pull", pushed, pulled)]
 
 
+# As an exchange goes on: the first element and the count of a further run of its copy that is final.
+ArrivalCallback = Callable[[int, int], object]
 FinishTransfer = Callable[[Flat], Transferred]  # waits, and writes the parameters

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyps.errors import InvalidArgument
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
-from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, PushResult, Traffic
 from pyps.remote import verbs
 from pyps.remote.address import parse_address
@@ -102,12 +102,16 @@ class LinkBackend(Away):
             result, _ = self.client.exchange(verbs.PUSH(header), numbers)
         return counted(result, counts)
 
-    def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
+    def exchange(
+        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> tuple[PushResult, int]:
         header, numbers, counts = self._sent(request)
         with self._settling(request):
             asked = verbs.EXCHANGE(header, self.address.pull)
             (result, version), found = self.client.exchange(asked, numbers)
         self._receive("exchange", found, out, self.address.pull)
+        if arrived is not None:
+            arrived(0, out.size)
         return counted(result, counts), version
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:

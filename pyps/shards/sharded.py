@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pyps.errors import Fenced, InvalidArgument, NotReady, SegmentExists, ShardLost
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StoreState
-from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
     Codec,
     Config,
@@ -267,11 +267,15 @@ class ShardedBackend(Away):
     def push(self, request: PushRequest) -> PushResult:
         return self._push(request, None)[0]
 
-    def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
+    def exchange(
+        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> tuple[PushResult, int]:
         result, version, tag = self._push(request, LogKind.PIN)
         if version is None:
             raise Fenced("pull", "after its push, which counts")
         self._fetch(tag, out, self.address.pull)
+        if arrived is not None:
+            arrived(0, out.size)
         return result, version
 
     def _push(self, request: PushRequest, pin: LogKind | None) -> tuple[PushResult, int | None, Tag]:

@@ -20,7 +20,7 @@ from pyps.formats.plan import TurnSchedule
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status
-from pyps.native.transfer import FinishTransfer, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, TransferRequest
 from pyps.native.values import (
     Advice,
     Claim,
@@ -177,8 +177,12 @@ class Backend(Protocol):
         Raises Fenced, PushRejected, TimedOut, NotFinite, OutOfSpace, InvalidArgument.
         """
 
-    def exchange(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
-        """A push and the pull after it in one pass; the version that `out` holds."""
+    def exchange(
+        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> tuple[PushResult, int]:
+        """A push and the pull after it in one pass; the version that `out` holds. arrived: is called in this
+        thread with runs of `out` that are final, in ascending order; a store elsewhere calls it once.
+        """
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a push, claims of later steps and a pull; what is returned waits for their end, and writes the

@@ -19,7 +19,7 @@ from pyps.formats.plan import TurnSchedule
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, row_ranges, tensor_ranges
 from pyps.native.state import StoreState
-from pyps.native.transfer import FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
     Advice,
     Agreement,
@@ -316,11 +316,15 @@ class Store(StoreHandle):
         with self._calls as backend:
             return backend.push(self._checked(request))
 
-    def send_and_pull(self, request: PushRequest, out: Flat) -> tuple[PushResult, int]:
-        """Push and pull in one pass, as `exchange` does."""
+    def send_and_pull(
+        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> tuple[PushResult, int]:
+        """Push and pull in one pass, as `exchange` does. arrived: called in this thread, meanwhile, with the
+        first element and the count of further runs of `out` that are final; it must not use this Store.
+        """
         self._target("exchange", out, self.layout.flat_elements)
         with self._calls as backend:
-            return backend.exchange(self._checked(request), out)
+            return backend.exchange(self._checked(request), out, arrived)
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a step's push, claims of later steps and pull; what is returned waits for their end. As

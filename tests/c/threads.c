@@ -63,6 +63,47 @@ static void push_one(pyps_store *s, unsigned turn) {
     pushes++;
 }
 
+struct copy {
+    float *from, *to;
+    uint64_t end;
+};
+
+/* As a device would: what has arrived is read while others are applied. */
+static int follow(void *context, uint64_t begin, uint64_t count) {
+    struct copy *copy = context;
+    CHECK(begin == copy->end, "told of %llu after %llu", (unsigned long long)begin,
+          (unsigned long long)copy->end);
+    memcpy(copy->to + begin, copy->from + begin, count * sizeof *copy->to);
+    copy->end = begin + count;
+    return 0;
+}
+
+static void exchange_one(pyps_store *s, float *flat) {
+    static _Thread_local float device[FLAT];
+    struct copy copy = {flat, device, 0};
+    pyps_claim claim;
+    pyps_push_result result;
+    pyps_push_args args = {.size = sizeof args, .scale = 1, .timeout_seconds = 10, .hyper = &push_hyper};
+    uint64_t version;
+    int rc = pyps_start(s, 10, &claim);
+    if (!rc) rc = pyps_stage(s, 10, &args.staging);
+    if (!rc) {
+        float *gradient = pyps_staging(s, args.staging);
+        for (uint64_t i = 0; i < store_elements(s); i++) gradient[i] = STEP;
+        args.samples = claim.count;
+        rc = pyps_exchange_arriving(s, &args, flat, CHUNK, follow, &copy, &result, &version);
+    }
+    if (rc == PYPS_EFENCED) {
+        must(pyps_rejoin(s), "rejoin");
+        return;
+    }
+    must(rc, "exchange");
+    pushes++;
+    CHECK(copy.end == FLAT, "told of %llu floats", (unsigned long long)copy.end);
+    CHECK(!memcmp(device, flat, sizeof device), "what was told changed afterwards");
+    check_chunks(device, version, false);
+}
+
 static void *steady(void *argument) {
     static atomic_uint seed;
     unsigned turn = seed++;
@@ -74,6 +115,7 @@ static void *steady(void *argument) {
     must(pyps_set_threads(s, crew, NULL), "threads");
     CHECK(crew_threads(s) == crew, "%u threads", crew_threads(s));
     for (long i = 0; i < rounds; i++) {
+        if (i % 4 == 3) exchange_one(s, flat);
         push_one(s, turn + (unsigned)i);
         must(pyps_pull(s, flat, &version), "a worker's pull");
         check_chunks(flat, version, false);
