@@ -24,7 +24,6 @@ RunEventKind = Literal[
     "started",
     "joined",
     "died",
-    "left",
     "restarted",
     "replanned",
     "probed",

@@ -8,11 +8,12 @@ would change what is trained. The modules of this package import torch inside fu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyps.errors import needed
+from pyps.errors import PypsError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,11 @@ class TrainingTask:
 
 def require_torch() -> None:
     """Raise PypsError, which names the package to install, if torch is missing."""
-    needed("torch", "torch")
+    try:
+        importlib.import_module("torch")
+    except ImportError as error:
+        message = f"torch cannot be imported ({error}): pip install 'pyps-train[torch]'"
+        raise PypsError(message) from error
 
 
 def random_images(shape: tuple[int, ...], classes: int) -> MakeBatch:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pyps.native.values import Encoding, PolicyNeeds, PushRequest
+from pyps.native.values import Codec, PolicyNeeds
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.store import Store
-from pyps.worker.attach import Attachment, hyper_of
+from pyps.worker.attach import Attachment
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
@@ -54,33 +54,6 @@ class Attached:
             step.version = version  # of what its gradient is computed on
         return version
 
-    def request(self, step: Step, settings: Settings, position: int) -> PushRequest:
-        """The push of a step whose gradients are in its staging buffer. position: of its learning rate."""
-        binding, needs = self.binding, self.needs
-        flat = step.staging.flat[: self.client.store.layout.trained_elements]
-        samples = step.done if step.finite else 0
-        hyper = hyper_of(self.attachment) + binding.buffers.hyper()
-        step.lr, share = hyper[0].lr, step.share
-        if self.local is not None:
-            step.lr, share = self.local.lr, 1.0
-        codes = binding.codes if samples else None  # already scaled
-        encoding = settings.encoding
-        return PushRequest(
-            staging=step.staging.index,
-            samples=samples,
-            hyper=hyper,
-            scale=share if codes is None else 1.0,
-            encoding=encoding if codes is None else Encoding(encoding.codec),
-            gradient=codes,
-            encoded=codes is not None,
-            base_params=binding.flat if needs.needs_base_params else None,
-            base_version=step.version,
-            grad_norm_squared=binding.squared_norm(flat) * share**2 if needs.needs_grad_norm else 0.0,
-            position=position,
-            cost_seconds=step.cost_seconds,
-            data_seconds=step.data_seconds,
-        )
-
 
 def attached(
     model: nn.Module,
@@ -100,7 +73,9 @@ def attached(
     needs, budget = store.policy_needs(), None
     # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
     # before it knows whether this one was admitted, so that its residual counts.
-    binding = Binding(attachment, store, None if settings.depth > 1 else settings.encoding.codec)
+    codec = None if settings.depth > 1 else settings.encoding.codec
+    looks = _looks(attachment, store, settings, needs)
+    binding = Binding(attachment, store, codec, looks=looks, hooks=local is None)
     if needs.resizes_batches:
         extra = (extra_buffers(settings.depth) + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
@@ -130,3 +105,12 @@ def attached(
     return Attached(
         model, attachment, binding, needs, budget, client, transport, steps, schedule, whole, local
     )
+
+
+def _looks(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:
+    """Whether a look at the gradient saves the push one (`looked` in pyps.h). A server reads what it was
+    sent; where the norm of one push is taken, that shows what is not finite; softsync looks in any case.
+    """
+    encoding, clips = settings.encoding, attachment.clip_norm > 0.0
+    reads = encoding.codec is Codec.F32 and encoding.nonfinite == "error" and not store.servers
+    return reads and (needs.waits_for_rounds or not (clips or needs.collects_pushes))

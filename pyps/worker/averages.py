@@ -157,6 +157,7 @@ class BufferGroup:
         self._counters: tuple[tuple[bool, ...], torch.Tensor, torch.Tensor] | None = None
         self._pulled = self._before = torch.empty(0)
 
+    @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
         """Give the buffers the values that were pulled."""
         self._pulled = flat[self._range].to(self._device, copy=True)
@@ -169,6 +170,7 @@ class BufferGroup:
         flat = [b.value.detach().reshape(-1).to(self._device, torch.float32) for b in self._buffers]
         return torch.cat(flat)
 
+    @torch.no_grad()
     def set_counters(self, past: int, planned: int) -> None:
         """As after `past` global batches of `planned` forwards each, where a forward reads its counter."""
         for buffer, counted in zip(self._buffers, self._counted, strict=True):
@@ -185,6 +187,7 @@ class BufferGroup:
             self._counters = now, where, counted
         return self._counters[1], self._counters[2]
 
+    @torch.no_grad()
     def collect(self, staging: torch.Tensor, past: int, planned: int, done: int) -> None:
         """Stage what this worker's values are on their way to."""
         gone, part = self.pace.gone(past, planned, done), self.pace.part(past)
@@ -208,13 +211,11 @@ class BufferBinding:
         self._planned = self._done = 1  # its micro-batches, and those that have begun
         self._forwards = 1
 
-    @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
         """Give the buffers the values that were pulled. flat: float32 [flat_elements], host."""
         for group in self._groups:
             group.load(flat)
 
-    @torch.no_grad()
     def begin_step(self, past: int, planned: int, forwards: int = 1) -> None:
         """A step begins, after `past` global batches, in `planned` micro-batches. The buffers move as by
         `forwards` forward passes of a worker: one for each of its local steps, or one.
@@ -237,7 +238,6 @@ class BufferBinding:
         """The groups' constants for the step under way."""
         return tuple(Hyper(lr=group.pace.part(self._past, self._forwards)) for group in self._groups)
 
-    @torch.no_grad()
     def collect(self, staging: torch.Tensor) -> None:
         """Put this worker's values into the staging buffer. staging: float32 [flat_elements], host."""
         for group in self._groups:

@@ -1,7 +1,8 @@
 """A model's parameters on one flat local vector, and its gradients on a staging buffer.
 
-A CPU fp32 parameter becomes a view of the vector, its `.grad` a view of the staging buffer: neither pull nor
-push copies anything more. Others (on a GPU, or of half precision) are copied over, in both directions.
+A CPU fp32 parameter becomes a view of the vector, its `.grad` a view of the staging buffer
+(pyps.worker.direct): neither pull nor push copies anything more. Others (on a GPU, or of half precision) are
+copied over, in both directions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pyps.errors import InputError
+from pyps.native.ranges import Ranges, merged
 from pyps.native.values import Codec, Tensor
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
@@ -21,6 +23,7 @@ from pyps.worker.attach import Attachment
 from pyps.worker.averages import BufferBinding
 from pyps.worker.buckets import FORMATS, GradientBuckets, PinnedMemory
 from pyps.worker.checks import BackwardCheck
+from pyps.worker.direct import DirectGradients
 
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
 
@@ -29,38 +32,50 @@ class Binding:
     """A model's parameters on one flat local vector, and its gradients on the staging buffer in use.
 
     codec: encodes gradients on the device (see `codes`), if all of the model is on one device that can.
+    looks: whether gradients are looked at on their way (see `looked`). hooks: whether backward makes what is
+    pushed.
     """
 
-    def __init__(self, attachment: Attachment, store: Store, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        store: Store,
+        codec: Codec | None = None,
+        *,
+        looks: bool = False,
+        hooks: bool = True,
+    ) -> None:
         self.flat = np.zeros(store.layout.flat_elements, np.float32)
         self._slices = {t.name: t for t in store.tensors}
         local = torch.from_numpy(self.flat)
-        self._direct: list[tuple[nn.Parameter, Tensor]] = []
+        direct: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor, torch.Tensor]] = []
         for entry in attachment.entries:
             p, place = entry.parameter, self._slices[entry.name]
             view = _slice(local, place)
             if p.device.type == "cpu" and p.dtype is torch.float32:
                 p.data = view
-                self._direct.append((p, place))
+                direct.append((p, place))
             else:
                 self._copied.append((p, place, view))
+        self._direct = DirectGradients(direct, looks=looks, hooks=hooks)
         copied = [(p, place) for p, place, _ in self._copied]
         self._buckets: GradientBuckets | None = None
         if {p.device for p, _ in copied} == {self.device}:  # all of them in one place
-            encodes = not self._direct and self.device.type in ENCODES_ON and codec in FORMATS
+            encodes = not direct and self.device.type in ENCODES_ON and codec in FORMATS
             how = codec if encodes else None
-            self._buckets = GradientBuckets(copied, store.layout.trained_elements, self.device, how)
+            elements = store.layout.trained_elements
+            self._buckets = GradientBuckets(copied, elements, self.device, how, looks=looks)
         self._local = local
-        # A bucket overwrites its parameters' part of a staging buffer; what else there is begins with zeros.
-        places = [place for _, place in copied] if self._buckets is not None else []
+        # What is not overwritten of a staging buffer begins with zeros.
+        places = self._direct.overwritten
+        places += [place for _, place in copied] if self._buckets is not None else []
         self._cleared = _others(places, store.layout.flat_elements)
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._pinned = PinnedMemory() if self.on_gpu else None
         if self._pinned is not None:
             self._pinned.pin(self.flat)
         self._staging: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
         self._kept: list[torch.Tensor | None] = []
         self._backward = BackwardCheck()
 
@@ -83,6 +98,8 @@ class Binding:
 
     def refresh_parameters(self) -> None:
         """After a pull into `flat`: update the parameters that are copies."""
+        if not self._copied:
+            return
         with torch.no_grad():
             for p, _, view in self._copied:
                 p.copy_(view, non_blocking=True)
@@ -105,13 +122,11 @@ class Binding:
         return float(np.dot(staging, staging))
 
     def attach_grads(self, staging: StagingBuffer) -> None:
-        """Zero the staging buffer and make every `.grad` a view of it, so that backward accumulates there."""
+        """A step begins, whose gradient goes to this staging buffer."""
         for part in self._cleared:
             staging.flat[part] = 0.0
         self._staging = staging.torch()
-        self._views = [_slice(self._staging, place) for _, place in self._direct]
-        for (p, _), view in zip(self._direct, self._views, strict=True):
-            p.grad = view
+        self._direct.begin(staging)
         for p, _, _ in self._copied:
             p.grad = None
         if self._pinned is not None:
@@ -124,6 +139,7 @@ class Binding:
 
         `scale` multiplies what is encoded on the way.
         """
+        self._direct.last_backward()
         if self._buckets is not None:
             self._buckets.last_backward(scale)
 
@@ -141,7 +157,7 @@ class Binding:
         self._backward.check(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return [p.grad for p, _ in self._direct] + [p.grad for p, _, _ in self._copied]
+        return self._direct.gradients() + [p.grad for p, _, _ in self._copied]
 
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients accumulated so far."""
@@ -161,37 +177,40 @@ class Binding:
                 found = "gradients cleared between the micro-batches of one batch"
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")
 
-    def collect(self, scale: float, *, unscaled: bool) -> None:
+    def collect(self, scale: float, *, unscaled: bool) -> Ranges | None:
         """Bring averaged buffers, and every gradient that is not a view of it, to the staging buffer; a
-        gradient that is missing counts as zero.
+        gradient that is missing counts as zero. The ranges of the gradient that are known to be finite.
 
         scale: multiplies gradients that are encoded on the way. unscaled: a GradScaler changed the gradients.
         """
         if self._staging is None:
-            return
+            return None
         self.buffers.collect(self._staging)
-        for (p, _), view in zip(self._direct, self._views, strict=True):
-            if p.grad is not view:
-                _copy_gradient(p, view)
+        self._direct.collect(unscaled=unscaled)
         if self._buckets is not None:
             if unscaled:
                 self._buckets.forget()
             self._buckets.finish(scale)
-            return
-        for p, place, _ in self._copied:
-            _copy_gradient(p, _slice(self._staging, place))
+        else:
+            for p, place, _ in self._copied:
+                _copy_gradient(p, _slice(self._staging, place))
+        return self._looked()
+
+    def _looked(self) -> Ranges | None:
+        found = self._direct.looked() + (self._buckets.looked() if self._buckets is not None else [])
+        return merged(np.array(sorted(found), np.uint64)) if found else None
 
     def release(self) -> None:
         """Detach from the staging buffer: `.grad` is None until the next `attach_grads`."""
-        self._staging, self._views, self._kept = None, [], []
-        for p, _ in self._direct:
-            p.grad = None
+        self._staging, self._kept = None, []
+        self._direct.release()
         for p, _, _ in self._copied:
             p.grad = None
 
     def close(self) -> None:
         """Detach from the staging buffer, unpin memory and remove the hooks of parameters. Idempotent."""
         self.release()
+        self._direct.close()
         if self._buckets is not None:
             self._buckets.close()
         if self._pinned is not None:

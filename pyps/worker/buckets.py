@@ -2,11 +2,14 @@
 
 A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, a side
 stream copies it; with a codec it is encoded on the device first. A gradient that changes afterwards (clipped,
-unscaled) is copied again. On a CPU the copies are the same, but not asynchronous.
+unscaled) is copied again. On a CPU the copies are the same, but not asynchronous. What is copied is looked at
+on the way, so that a push need not: on a GPU by a flag that comes with it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from pyps import native
 from pyps.errors import InputError, NotFinite
 from pyps.native.values import Codec, EncodeCounts, NonFinite, Tensor
 from pyps.store.codec import Residual, encoded_bytes
@@ -35,6 +39,8 @@ class Part:
     offset: int
     lo: int
     hi: int
+    flag: int = 0  # its place among the flags of all parts
+    finite: bool = False  # what was copied, by a look at it
 
 
 @dataclass
@@ -57,11 +63,11 @@ def buckets_of(
     parameters: Sequence[tuple[nn.Parameter, Tensor]], elements: int, size: int = BUCKET_ELEMENTS
 ) -> list[Bucket]:
     """The ranges of `size` elements with parts of these parameters. A parameter may be in several."""
-    buckets = []
+    buckets, flags = [], itertools.count()
     for first in range(0, elements, size):
         end = min(first + size, elements)
         parts = [
-            Part(p, t.offset, max(first, t.offset), min(end, t.offset + t.elements))
+            Part(p, t.offset, max(first, t.offset), min(end, t.offset + t.elements), next(flags))
             for p, t in parameters
             if t.offset < end and first < t.offset + t.elements
         ]
@@ -74,8 +80,9 @@ class GradientBuckets:
     """Gradients of these parameters, of one device.
 
     parameters: with their places in the flat vector of `elements`. codec: int8 or int4, which needs
-    parameters in all of the vector; None: fp32. size: elements of a bucket; 0: the default. The residual of
-    the codes stays on the device and is added to the next gradient; a process that dies loses it.
+    parameters in all of the vector; None: fp32. size: elements of a bucket; 0: the default. looks: whether
+    values that are not finite are looked for, where codes do not show them. The residual of the codes stays
+    on the device and is added to the next gradient; a process that dies loses it.
     """
 
     def __init__(
@@ -85,12 +92,19 @@ class GradientBuckets:
         device: torch.device,
         codec: Codec | None = None,
         size: int = 0,
+        *,
+        looks: bool = False,
     ) -> None:
         self.codec = codec
+        self._looks = looks and codec is None
         size = size or (BUCKET_ELEMENTS if codec is None else ENCODED_ELEMENTS)
         self._buckets = buckets_of(parameters, elements, size)
         cuda: Any = torch.cuda  # its constructors have no types
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._parts = [part for bucket in self._buckets for part in bucket.parts]
+        self._flags: torch.Tensor | None = None  # the greatest value of each part, in size
+        if self._looks and device.type != "cpu":
+            self._flags = torch.zeros(len(self._parts), device=device)
         self._to: torch.Tensor | None = None
         self._eager, self._scale = False, 1.0
         if codec is not None:
@@ -142,9 +156,20 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.shipped != bucket.state() or (stale and self.codec is not None):
                 self._ship(bucket)
+        greatest = None
+        if self._flags is not None:
+            with self._on_side_stream():
+                greatest = self._flags.to("cpu", non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+        if greatest is not None:
+            for part, flag in zip(self._parts, greatest.tolist(), strict=True):
+                part.finite = math.isfinite(flag)
         self._to, self._eager = None, False
+
+    def looked(self) -> list[tuple[int, int]]:
+        """After finish(): the first element and the count of each part that is known to be finite."""
+        return [(part.lo, part.hi - part.lo) for part in self._parts if part.finite]
 
     def squared_norm(self) -> float:
         """After finish(), with a codec: the sum of the squares of the gradient that was encoded, unscaled."""
@@ -183,16 +208,25 @@ class GradientBuckets:
         target: Any = self._to if self.codec is None else self._flat
         with self._on_side_stream():
             for part in bucket.parts:
-                view, grad = target[part.lo : part.hi], part.parameter.grad
-                if grad is None:
+                view, values = target[part.lo : part.hi], _values(part)
+                if values is None:
                     view.zero_()
-                    continue
-                dense = grad.to_dense() if grad.is_sparse else grad
-                begin, end = part.lo - part.offset, part.hi - part.offset
-                view.copy_(dense.reshape(-1)[begin:end], non_blocking=True)
+                else:
+                    view.copy_(values, non_blocking=True)
+                if self._looks:
+                    self._look(part, view, values)
             if self.codec is not None:
                 self._encode(self.codec, bucket)
         bucket.shipped = bucket.state()
+
+    def _look(self, part: Part, copied: torch.Tensor, values: torch.Tensor | None) -> None:
+        """values: on the device, copied from there."""
+        if self._flags is None:
+            part.finite = native.finite(copied.numpy())
+        elif values is None:
+            self._flags[part.flag] = 0.0
+        else:
+            self._flags[part.flag] = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
 
     def _encode(self, codec: Codec, bucket: Bucket) -> None:
         assert self._residuals is not None  # for mypy: since begin()
@@ -212,6 +246,15 @@ class GradientBuckets:
         first_scale = self._flat.numel() * form.bits // 8 + SCALE_BYTES * (bucket.first // form.block)
         packed = scales.view(torch.uint8)
         self._codes[first_scale : first_scale + packed.numel()].copy_(packed, non_blocking=True)
+
+
+def _values(part: Part) -> torch.Tensor | None:
+    """Of its gradient, if there is one."""
+    grad = part.parameter.grad
+    if grad is None:
+        return None
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense.reshape(-1)[part.lo - part.offset : part.hi - part.offset]
 
 
 class PinnedMemory:

@@ -41,7 +41,6 @@ OWN_OPTIONS = (
     "in_order",
 )
 PR_SET_PDEATHSIG = 1
-TERM_SECONDS = 30  # that a loader process outlives SIGTERM by, unless its parent ends first
 NO_BATCH = (-1, 0)  # the positions of what is no batch: the data set's fingerprint
 Positions = tuple[int, int]  # first position, samples
 TOLERANCE = 1e-3  # of the mean size of the values: a JPEG decoder's rounding is a tenth of this
@@ -140,15 +139,18 @@ class Loader:
         else:
             for name in ("timeout", "worker_init_fn", "multiprocessing_context"):
                 more.pop(name, None)
+        timed = _TimedSource(source)
         loader: DataLoader[Any] = DataLoader(
-            _TimedSource(source),  # type: ignore[arg-type]
+            timed,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._queue,
             num_workers=self.workers,
             collate_fn=_unchanged,
             **more,
         )
-        self._iterator: Any = iter(loader)
+        # With nothing for it to do, the DataLoader takes longer than a small batch.
+        plain = not self.workers and not any(more.values())
+        self._iterator: Any = map(timed.__getitem__, self._queue) if plain else iter(loader)
         self._fingerprint: DataSet | None = None
 
     @property
@@ -166,6 +168,9 @@ class Loader:
     def align(self, wanted: Sequence[Positions]) -> None:
         """What is wanted now, in order. All else that is being loaded is dropped, except after the last."""
         with self._lock:
+            if not self._queue.sent and not self._queue.waiting:
+                self._request(wanted, divided=len(wanted) < self.workers, early=False)
+                return
             live = [piece for piece in self._pieces() if piece.valid and piece.task is not None]
             known = list(dict.fromkeys(piece.wanted for piece in live))
             start = known.index(wanted[0]) if wanted and wanted[0] in known else len(known)
@@ -267,18 +272,12 @@ def _unchanged(batch: Any) -> Any:
 def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number: int) -> None:
     """In a new loader process. bound: kill it when the thread that started it ends, its parent's main one.
 
-    torch too ends loader processes whose parent is gone, but only between two batches. SIGTERM reaches the
-    whole group: the parent leaves on it, and torch raises there if a loader process ends first.
+    torch too ends loader processes whose parent is gone, but only between two batches.
     """
-    signal.signal(signal.SIGTERM, _end_later if bound else signal.SIG_DFL)
     if bound:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if user_init is not None:
         user_init(number)
-
-
-def _end_later(_: int, __: object) -> None:
-    signal.alarm(TERM_SECONDS)
 
 
 def fingerprint_of(source: Source) -> DataSet:

@@ -59,8 +59,9 @@ class OptimizerSteps:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
         self._stored = {id(parameter) for parameter in parameters}
-        self._allowed = False
+        self._allowed = self._stepped = False
         optimizer.register_step_pre_hook(self._check_caller)
+        optimizer.register_step_post_hook(self._note)
 
     def unscale(self, scaler: Any) -> None:
         """Let a GradScaler unscale the gradients, unless the training script has already done so."""
@@ -75,9 +76,7 @@ class OptimizerSteps:
         A GradScaler calls step() only if all gradients were finite.
         """
         self._check_stored()
-        calls: list[bool] = []
-        handle = self._optimizer.register_step_post_hook(lambda *_: calls.append(True))
-        self._allowed = True
+        self._allowed, self._stepped = True, False
         try:
             if scaler is None:
                 self._optimizer.step()
@@ -85,8 +84,10 @@ class OptimizerSteps:
                 scaler.step(self._optimizer)
         finally:
             self._allowed = False
-            handle.remove()
-        return bool(calls)
+        return self._stepped
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
 
     def _check_stored(self) -> None:
         for k, group in enumerate(self._optimizer.param_groups):

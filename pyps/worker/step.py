@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyps.formats.records import Span, StepRecord
+from pyps.native.ranges import Ranges
 from pyps.native.values import Claim, PushResult
 from pyps.store.staging import StagingBuffer
 
@@ -54,6 +55,7 @@ class Step:
         self.left = claim.count  # samples of later micro-batches
         self.done = 0  # samples whose gradient is there
         self.finite = True
+        self.looked: Ranges | None = None  # where its gradient is known to be finite
         self.loss: float | None = None
         self.lr: float | None = None  # of the first parameter group
 

@@ -142,9 +142,9 @@ def test_a_run_that_encodes_on_the_device_is_bitwise_one_that_does_not(
     used: list[Codec | None] = []
     made = binding.GradientBuckets
 
-    def noted(*arguments: Any) -> GradientBuckets:
+    def noted(*arguments: Any, **options: Any) -> GradientBuckets:
         used.append(arguments[3])
-        return made(*arguments)
+        return made(*arguments, **options)
 
     monkeypatch.setattr(binding, "GradientBuckets", noted)
     assert trained(policy, codec, micro_batch) == plain
