@@ -37,7 +37,7 @@ C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples
 .DELETE_ON_ERROR:
 
 demo: .venv/core
-	$(PY) examples/digits/demo.py
+	@$(PY) examples/digits/demo.py
 
 # Three lanes at once, since a test often waits for processes that it started. A lane takes whole files.
 LANES ?= 3
@@ -148,8 +148,7 @@ OLDEST_TESTS ?= tests/solver tests/formats tests/policy -m "not thorough" \
 test-oldest:
 	$(PYTHON) -m venv build/oldest
 	$(OLDEST) -m pip install -q uv
-	$(OLDEST) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*p["dependencies"], *p["optional-dependencies"]["oldest"], sep="\n")' > build/oldest/required.txt
+	$(OLDEST) csrc/packaging/install.py --list oldest > build/oldest/required.txt
 	$(OLDEST) -m uv pip install -q --python $(OLDEST) --resolution lowest-direct -r build/oldest/required.txt
 	$(OLDEST) -m pip install -q --no-deps --no-build-isolation -e .
 	$(OLDEST) -m pytest $(OLDEST_TESTS)
@@ -166,19 +165,16 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment, once for each change of what it is made from. Torch comes first and by itself, pinned: left to
-# the resolver, a newer one could come, and with it gigabytes of CUDA.
-REQUIRED = $(PY) -c 'import sys, tomllib; whole = tomllib.load(open("pyproject.toml", "rb")); p = whole["project"]; \
-  print(*whole["build-system"]["requires"], *p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
+# The environment, once for each change of what it is made from. constraints.txt pins torch: left to the resolver, a
+# newer one could come, and with it gigabytes of CUDA.
+INSTALL := $(PY) csrc/packaging/install.py
 .venv/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON); pyps needs Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $$($(PYTHON) --version) is too old; pyps needs Python 3.11 or newer (make PYTHON=...)" >&2; exit 2; }
-	$(PYTHON) -m venv .venv
-	@echo "installing torch and the solvers into .venv: one to two minutes, once"
-	$(PIP) $(shell grep '^torch==' constraints.txt)
-	$(REQUIRED) demo > .venv/demo.txt
-	$(PIP) -r .venv/demo.txt
+	@echo "installing torch and the solvers into .venv, once: about a minute"
+	@$(PYTHON) -m venv .venv
+	@$(INSTALL) demo
 	@touch $@
 
 # PEFT and TRL, of which only thorough tests know.
@@ -189,12 +185,12 @@ REQUIRED = $(PY) -c 'import sys, tomllib; whole = tomllib.load(open("pyproject.t
 
 # The C core again when it changed.
 .venv/core: .venv/installed $(CORE)
-	$(PIP) --no-deps --no-build-isolation -e .
+	@echo "compiling the C core"
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 # What tests, lint and documentation need as well.
 .venv/dev: .venv/installed | .venv/core
-	@echo "installing what the tests need: linters, trainers, documentation tools; two to three minutes, once"
-	$(REQUIRED) dev > .venv/dev.txt
-	$(PIP) -r .venv/dev.txt
+	@echo "installing what the tests need, once: linters, trainers, documentation tools; two minutes"
+	@$(INSTALL) dev
 	@touch $@

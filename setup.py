@@ -11,6 +11,7 @@ pyps/include/pyps.h
 import os
 import platform
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -93,4 +94,8 @@ CORE = {
     "cmdclass": {"build_ext": BuildCore},
     "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
 }
-setup(**(CORE if HAS_CORE else {}))
+PAGE = {
+    "long_description": runpy.run_path(str(CSRC / "packaging" / "page.py"))["package_page"](),
+    "long_description_content_type": "text/markdown",
+}
+setup(**PAGE, **(CORE if HAS_CORE else {}))

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pyps.errors import needed
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
 Vector = NDArray[np.float64]
@@ -156,7 +157,7 @@ def _discounts(at: Vector, ratios: Vector) -> Vector:
 
 def monotone_polygon(seconds: Vector) -> Vector:
     """The nondecreasing values nearest to the measured ones in relative terms: pool adjacent violators."""
-    from scipy.optimize import isotonic_regression
+    isotonic_regression = needed("scipy.optimize", "plan").isotonic_regression
 
     pooled: Vector = np.exp(isotonic_regression(np.log(seconds)).x)
     return pooled

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InputError
+from pyps.errors import InputError, needed
 from pyps.formats import Fit, Link, Memory, Point
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
@@ -189,7 +189,7 @@ def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
     """Minimises the soft L1 of T(x)/y - 1 with coefficients >= 0; the scale of the loss is the start's
     scatter.
     """
-    from scipy.optimize import least_squares
+    least_squares = needed("scipy.optimize", "plan").least_squares
 
     def residuals(p: Vector) -> Vector:
         line = p[-2] + p[-1] * x

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyps.errors import InputError
+from pyps.errors import InputError, needed
 from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
 from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
 from pyps.profiler.fit import memory_model
@@ -104,11 +104,12 @@ def profile_model(
     step is taken. memory_budget: bytes that a step may use, if less than what is free. seconds: of wall time
     for all of it; two sizes are timed once in any case. notify: is called with sentences on what limits the
     result. progress: is called with (seconds gone, seconds at most). Raises InputError for a wrong argument,
-    model or device, PypsError without torch.
+    model or device, PypsError without torch or scipy.
     """
     budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
     require_torch()
+    needed("scipy", "plan")  # fits what is measured
     where = name or (model if isinstance(model, str) else type(model.model).__name__)
     target = resolve_device(device)
     with _threads(threads):

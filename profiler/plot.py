@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InputError, PypsError, shown
+from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Fit, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.select import fit_of
@@ -38,7 +38,7 @@ def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequenc
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        message = f"matplotlib cannot be imported ({error}): pip install 'pyps-train[plot]', or --no-plot"
+        message = f"matplotlib cannot be imported ({error}): {how_to_install('plot')}, or --no-plot"
         raise PypsError(message) from error
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

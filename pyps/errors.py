@@ -64,6 +64,36 @@ class CoreMissing(PypsError):
         )
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds what an extra of pyproject.toml has, from where this package was installed.
+
+    That is a clone, a wheel, or the registry; pip has noted which (PEP 610).
+    """
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    source = "pyps-train"
+    try:
+        noted = distribution(source).read_text("direct_url.json")
+    except PackageNotFoundError:
+        noted = None
+    if noted and (url := json.loads(noted).get("url", "")).startswith("file://"):
+        source = unquote(urlsplit(url).path)
+    return f"pip install '{source}[{extra}]'"
+
+
+def needed(module: str, extra: str) -> Any:
+    """A module that an extra of pyproject.toml brings. Raises PypsError, with how to install it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise PypsError(f"{name} cannot be imported ({error}): {how_to_install(extra)}") from error
+
+
 def one_of(found: str, choices: Iterable[str]) -> str:
     """What is expected instead of a word that is none of the choices; names the one that it is most like."""
     names = list(choices)

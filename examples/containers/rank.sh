@@ -1,6 +1,7 @@
 #!/bin/sh
 # One container of a run, for one GPU: profiles it, waits for the plan, and trains its rank. Rank 0 also plans, serves
 # the store and writes the report. All containers see the folder JOB; RANK and RANKS say which one this is.
+# SIGTERM is passed on: the rank finishes its step and leaves, and may come back later, but for rank 0.
 set -eu
 # In an indexed Kubernetes job a pod has an index instead of a rank.
 : "${RANK:=$((${FIRST_RANK:-0} + ${JOB_COMPLETION_INDEX:?neither RANK nor JOB_COMPLETION_INDEX is set}))}"
@@ -20,11 +21,26 @@ until_there() { # or until another rank has failed
 }
 
 mkdir -p "$JOB"
-[ ! -e "$JOB/profile-$RANK.json" ] || { say "$JOB holds an earlier run: remove it, or set JOB"; exit 1; }
+times=0
+again=
+while [ -e "$JOB/left-$RANK-$times" ]; do times=$((times + 1)) again=.$times; done
+if [ $times = 0 ] || [ "$RANK" = 0 ]; then
+    [ ! -e "$JOB/profile-$RANK.json" ] || { say "$JOB holds an earlier run: remove it, or set JOB"; exit 1; }
+fi
 server=
-trap 'status=$?; [ $status = 0 ] || : > "$JOB/failed-$RANK"; [ -z "$server" ] || kill "$server"' EXIT
+run=
+ended() {
+    case $1 in
+    0) ;;
+    143) : > "$JOB/left-$RANK-$times" ;;
+    *) : > "$JOB/failed-$RANK" ;;
+    esac
+    [ -z "$server" ] || kill "$server"
+}
+trap 'ended $?' EXIT
+trap '[ -z "$run" ] || kill -TERM "$run"; [ -n "$run" ] || exit 143' TERM
 # shellcheck disable=SC2086  # options are words
-pyps-profile "$NET" $PROFILE_OPTIONS -o "$JOB/profile-$RANK.json"
+[ -e "$JOB/profile-$RANK.json" ] || pyps-profile "$NET" $PROFILE_OPTIONS -o "$JOB/profile-$RANK.json"
 
 if [ "$RANK" = 0 ]; then
     # shellcheck disable=SC2046
@@ -43,10 +59,18 @@ fi
 until_there "$JOB/plan.json" "$JOB/keys/client.key"
 # shellcheck disable=SC2086
 pyps run --connect "tcp://$HOST:$PORT/job?keys=$JOB/keys/client.key" --ranks "$RANK" --plan "$JOB/plan.json" \
-    --samples "$SAMPLES" --run-dir "$JOB/rank-$RANK" $RUN_OPTIONS "$TRAIN"
+    --samples "$SAMPLES" --run-dir "$JOB/rank-$RANK$again" $RUN_OPTIONS "$TRAIN" &
+run=$!
+status=143 # a signal ends `wait`, not the run
+while [ $status = 143 ] && kill -0 "$run" 2>/dev/null; do
+    status=0
+    wait "$run" || status=$?
+done
+[ $status = 0 ] || exit $status
 
 if [ "$RANK" = 0 ]; then
     # shellcheck disable=SC2046
     until_there $(of_all rank-%g/report.json)
+    for folder in "$JOB"/rank-*; do until_there "$folder/report.json"; done
     pyps report "$JOB"/rank-* -o "$JOB/report.html"
 fi

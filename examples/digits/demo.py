@@ -43,7 +43,7 @@ LEAST_SLOWDOWN = 2.5  # of the first device; four of them must fit on two cores
 STEP_SECONDS = 0.100  # of the planned iteration: so long that the emulation, not the cores, sets the pace
 GLOBAL_BATCH = 256
 PROFILED = "16,32,64,96,128,144"
-ITERATIONS = 180
+ITERATIONS = 140
 SEED = 1
 WINDOW_ITERATIONS = 4.2  # of the equal split: what the picture shows of each run
 TARGET = 0.95
@@ -177,6 +177,7 @@ def profile_devices(base: float) -> None:
         command = show("pyps-profile", "digits_cnn", *options, "-o", OUT / f"{name}.json")
         measuring[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines.append(f'[[worker]]\nname = "{name}"\nprofile = "{name}.json"\n')
+    print("measuring the four together, half a minute", flush=True)
     for name, process in measuring.items():
         output, errors = process.communicate()
         if process.returncode:

@@ -1,6 +1,6 @@
 """A network in JAX on the digits of scikit-learn, trained through the store.
 
-    pip install '.[torch,jax]' scikit-learn
+    pip install '.[torch,jax]' scikit-learn        (in a clone)
     pyps run --plan plan.json --samples 46080 examples/jax/train.py
 
 Rank 0 prints the accuracy on held-out images.

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from pyps.cli.terminal import say
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 
 if TYPE_CHECKING:
     from pyps.remote.keys import KeyFolder
@@ -50,7 +50,7 @@ def _open(folder: Path) -> KeyFolder:
     try:
         from pyps.remote.keys import KeyFolder
     except ModuleNotFoundError as error:
-        raise InputError("keys", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
+        raise InputError("keys", "", f"no {error.name}", how_to_install("remote")) from None
     return KeyFolder.open(folder)
 
 

@@ -19,7 +19,7 @@ from pyps.cli import profile_files
 from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_profile
 from pyps.cli.terminal import terminal
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 from pyps.formats import Profile, encode, write_json
 from pyps.profiler.budget import SECONDS
 from pyps.profiler.measure import MAX_STEP_SECONDS, REPEATS, profile_model
@@ -246,7 +246,7 @@ def _output_files(
     if plot is not None and no_plot:
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
-        raise InputError("--plot", "", "no matplotlib", "matplotlib: pip install 'pyps-train[plot]'")
+        raise InputError("--plot", "", "no matplotlib", f"matplotlib: {how_to_install('plot')}")
     if plot is not None and plot == output:
         raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
     check_picture("--plot", plot)

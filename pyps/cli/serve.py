@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from pyps.cli.terminal import say
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 from pyps.remote.address import endpoint_parts, is_loopback
 
+if TYPE_CHECKING:
+    from pyps.remote.server import Server
+
 app = typer.Typer(add_completion=False)
+GRACE_SECONDS = 25.0  # less than the 30 s that schedulers leave between their signals
+LOOK_SECONDS = 0.05
 
 
 @app.command("serve")
@@ -48,13 +54,16 @@ def serve_command(
             help="Address of the first of several servers of a model: this one holds a further shard.",
         ),
     ] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds after SIGTERM in which workers may finish their steps and leave.")
+    ] = GRACE_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
     """Serve STORE until interrupted. Workers join it with pyps.join(ADDRESS, rank=...)."""
     try:
         from pyps.remote.server import Server
     except ModuleNotFoundError as error:
-        raise InputError("serve", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
+        raise InputError("serve", "", f"no {error.name}", how_to_install("remote")) from None
     _end_on_signals()
     with Server(
         store,
@@ -74,8 +83,23 @@ def serve_command(
         else:
             say(f"serving {server.address}")
         sys.stdout.flush()
-        server.wait()
+        try:
+            server.wait()
+        except SystemExit as end:
+            if end.code == 128 + signal.SIGTERM:
+                _let_workers_leave(server, grace)
+            raise
     sys.exit(f"pyps serve: the server ended by a fault of its own; the store {store} stays: serve it again")
+
+
+def _let_workers_leave(server: Server, seconds: float) -> None:
+    """A scheduler that ends the server ends its workers too: they still push, and write a checkpoint."""
+    if server.sessions:
+        text = f"pyps serve: ends when its {server.sessions} clients have left, or in {seconds:g} s"
+        say(f"{text}; a second signal ends it at once", stderr=True)
+    deadline = time.monotonic() + seconds
+    while server.sessions and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
 
 
 def _end_on_signals() -> None:

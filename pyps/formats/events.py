@@ -24,6 +24,7 @@ RunEventKind = Literal[
     "started",
     "joined",
     "died",
+    "left",
     "restarted",
     "replanned",
     "probed",

@@ -119,6 +119,15 @@ ThrottleFromOption = Annotated[
 ]
 EvenOption = Annotated[bool, option("Equal batches instead of the plan's.")]
 MaxRestartsOption = Annotated[int, option("Restarts allowed per rank.", ge=0, le=MAX_COUNT)]
+GraceOption = Annotated[
+    float,
+    option(
+        "Seconds in which workers finish their steps after a signal; then the last checkpoint is written.",
+        unit="seconds",
+        ge=0.0,
+        le=MAX_SECONDS,
+    ),
+]
 CheckpointEveryOption = Annotated[
     int | str,
     option("Versions (500) or time (30s, 5m, 2h) between checkpoints; 0: only at the end.", text="N|TIME"),

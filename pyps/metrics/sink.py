@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from pyps.errors import InputError, shown
+from pyps.errors import InputError, how_to_install, shown
 
 PROMETHEUS_HOST = "127.0.0.1"
 RANK = "rank_"  # begins the names of Prometheus's gauges by rank
@@ -61,7 +61,7 @@ def needed(module: str, sink: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         missing = error.name or module
-        raise InputError("metrics", sink, f"no {missing}", f"pip install 'pyps-train[{sink}]'") from None
+        raise InputError("metrics", sink, f"no {missing}", how_to_install(sink)) from None
 
 
 class PrometheusSink(Sink):

@@ -6,17 +6,21 @@ import gc
 import importlib
 import os
 import runpy
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 from pyps.formats.setup import SETUP_FILE
 from pyps.ray.servers import NearStore, ShardedStore, node_id
 from pyps.worker.settings import stored_elsewhere
+
+NOTICE_SECONDS = 1.0  # between two looks at the nodes that are drained
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,16 @@ class RankActor:
         return os.getpid()
 
     def train(self, work: Work) -> tuple[int, str]:
-        """Run the work: an exit code as a script's process has, and the traceback of what it raised."""
+        """Run the work: an exit code as a script's process has, and the traceback of what it raised.
+
+        When Ray drains the node, the worker leaves as on SIGTERM (pyps.worker.notice).
+        """
+        trained = threading.Event()
+        before = signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # Ray's own: pyps.join() takes no other's place
+        watch = threading.Thread(target=_leave_when_drained, args=(trained,), name="pyps-notice", daemon=True)
+        watch.start()
         try:
             self._train(work)
         except SystemExit as end:
@@ -51,6 +64,9 @@ class RankActor:
         except BaseException:
             return 1, traceback.format_exc()
         finally:
+            trained.set()
+            watch.join()
+            signal.signal(signal.SIGTERM, before)
             gc.collect()
         return 0, ""
 
@@ -68,6 +84,21 @@ class RankActor:
         sys.argv = [work.train, *work.args]
         sys.path.insert(0, os.path.dirname(work.train))
         runpy.run_path(work.train, run_name="__main__")
+
+
+def _leave_when_drained(trained: threading.Event) -> None:
+    """Send this process SIGTERM once Ray drains its node, as before a preemption."""
+    here = node_id()
+    while not trained.wait(NOTICE_SECONDS):
+        if here in draining_nodes():
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def draining_nodes() -> set[str]:
+    """The ids of the nodes that Ray drains; none with a Ray that does not say so."""
+    state = importlib.import_module("ray._private.state").state
+    return set(state.get_draining_nodes()) if hasattr(state, "get_draining_nodes") else set()
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:
@@ -89,7 +120,7 @@ def connected_ray() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ModuleNotFoundError as error:
-        raise InputError("ray", "", f"no {error.name}", "pip install 'pyps-train[ray]'") from None
+        raise InputError("ray", "", f"no {error.name}", how_to_install("ray")) from None
     if not ray.is_initialized():
         try:
             ray.init(address="auto")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 from pyps.native.state import StoreState
 from pyps.native.values import Config
 from pyps.remote.address import is_address, is_sharded
@@ -28,7 +28,7 @@ def _link(name: str, config: Config | None = None, state: StoreState | None = No
             return wing().backend(name, config, state)
         from pyps.remote.link import LinkBackend
     except ModuleNotFoundError as error:
-        raise InputError("address", "", f"no {error.name}", "pip install 'pyps-train[remote]'") from None
+        raise InputError("address", "", f"no {error.name}", how_to_install("remote")) from None
     return LinkBackend(name, config, state)
 
 

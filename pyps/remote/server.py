@@ -66,6 +66,7 @@ SEAL_BYTES = 256  # at least what encryption adds to a frame
 QUEUED_MESSAGES = 32  # of one connection, before it has to wait
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
+SIGNAL_SECONDS = 0.5  # in which a handler runs at the latest
 WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
 
@@ -163,12 +164,19 @@ class Server:
         host, port = endpoint_parts(self._endpoint)
         return str(Address(self.store, host, port or 0, insecure=self._keys is None))
 
+    @property
+    def sessions(self) -> int:
+        """Clients that are there."""
+        return len(self._clients.sessions)
+
     def wait(self) -> None:
         """Until the server ends, which it does by close() from another thread, or by a fault of its own.
 
         Not by joining the thread: what a signal handler raises there makes Python take the thread for ended.
+        In slices: a signal that comes just before a wait for a lock does not end that wait.
         """
-        self._ended.wait()
+        while not self._ended.wait(SIGNAL_SECONDS):
+            pass
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop answering; the session threads leave the store, for which they have `timeout` seconds.

@@ -15,7 +15,7 @@ from pyps.report.sections import Section, sections
 from pyps.report.steps import Distribution
 
 OUTCOMES = {"finished": "good", "interrupted": "warn", "failed": "bad", "unfinished": "warn"}
-SHOWN_EVENTS = ("died", "restarted", "replanned", "checkpoint", "resumed", "ended")
+SHOWN_EVENTS = ("died", "left", "restarted", "replanned", "checkpoint", "resumed", "ended")
 MOST_EVENTS = 200
 MOST_FILES = 200
 LITTLE = 0.1  # of the ranks' time: below, training is limited by compute

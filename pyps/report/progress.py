@@ -27,7 +27,7 @@ STALLED_SECONDS = 10.0
 STALLED_ITERATIONS = 5.0
 REFRESH_SECONDS = 0.25
 SINK_SECONDS = 1.0
-NOTED = ("died", "restarted", "replanned")  # events that sinks of text get
+NOTED = ("died", "left", "restarted", "replanned")  # events that sinks of text get
 FIELDS = ("loss", "samples_per_second", "iteration_seconds", "predicted_seconds", "eta_seconds")
 
 

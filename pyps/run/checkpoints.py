@@ -32,6 +32,7 @@ OnFailed = Callable[[PypsError], None]
 
 class Checkpointer:
     """Writes a run's checkpoints, one at a time. `path`: the last one that is whole, `version`: its version.
+    `writes`: whether this launcher writes any.
 
     on_written, on_failed: called by update(), finish() and wait(), never by the thread.
     """
@@ -41,7 +42,7 @@ class Checkpointer:
         self.version = spec.resumed.version
         self._spec, self._on_written, self._on_failed = spec, on_written, on_failed
         self._every = interval_of(spec.options.checkpoint_every, "checkpoint_every")
-        self._writes = spec.options.keep_checkpoints > 0 and any(rank.rank == 0 for rank in spec.ranks)
+        self.writes = spec.options.keep_checkpoints > 0 and any(rank.rank == 0 for rank in spec.ranks)
         self._thread: threading.Thread | None = None
         self._result: tuple[int, Path] | PypsError | None = None
         self._last_version, self._last_time = self.version, time.monotonic()
@@ -58,7 +59,7 @@ class Checkpointer:
     def begin_last(self, version: int, seconds: float) -> None:
         """Begin to write one of a store at `version` if it is newer than the last."""
         self._collect()
-        if self._writes and self._thread is None and version > self.version:
+        if self.writes and self._thread is None and version > self.version:
             self._begin(seconds, low_priority=False)
 
     def wait(self, seconds: float) -> bool:
@@ -69,7 +70,7 @@ class Checkpointer:
         return self._thread is None
 
     def _is_due(self, version: int) -> bool:
-        if not self._writes or version <= self.version:
+        if not self.writes or version <= self.version:
             return False
         every = self._every
         if every.versions:

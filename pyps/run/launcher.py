@@ -44,12 +44,13 @@ from pyps.run.store import RunStore
 from pyps.store.activity import StoreActivity, look
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
+from pyps.worker.notice import LEFT
 
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
 REAP_INTERVAL_SECONDS = 1.0  # how often the store is asked to reap members that the launcher did not start
 LOST_PLACE_SECONDS = 1.0  # before a rank whose place was lost asks for another one
-GRACE_SECONDS = 5.0  # between the first signal, SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # between SIGTERM and SIGKILL to what has not left in time
 AWAY_SECONDS = 60.0  # that a store which may come back is waited for at the end
 LAST_CHECKPOINT_SECONDS = 20.0  # that the last checkpoint of a run that was stopped may take
 
@@ -116,6 +117,7 @@ class Launcher:
         self._restarts = Restarts(spec.options.max_restarts, len(spec.ranks))
         self._store = RunStore(spec, lambda state: self._detect_joins(state, *self._processes.values()))
         self._signal = self._signals = 0
+        self._left: set[int] = set()  # ranks that left on a notice of their own
         self._previous_handlers: dict[int, object] = {}
         self._checkpoints = Checkpointer(spec, self._note_checkpoint, self._note_failed_checkpoint)
         self._next_reap = self._next_poll = 0.0
@@ -128,7 +130,7 @@ class Launcher:
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         try:
-            end_processes(self._processes.values(), self._signal or signal.SIGTERM, GRACE_SECONDS)
+            end_processes(self._processes.values(), signal.SIGTERM, KILL_SECONDS)
             for process in self._processes.values():
                 process.close()
             self._guard.close()
@@ -141,12 +143,18 @@ class Launcher:
             _restore_signals(self._previous_handlers)
 
     def run(self) -> None:
-        """Return when every worker has ended well. Raises TrainingFailed, Interrupted, after a checkpoint."""
+        """Return when every worker has ended well. Raises TrainingFailed, Interrupted, after a checkpoint.
+
+        A signal is passed on as a notice: the workers finish their steps and leave, so that the checkpoint
+        has all that was trained.
+        """
         try:
             self._train()
         except (TrainingFailed, RunInterrupted) as end:
             if isinstance(end, RunInterrupted):
-                self._notice(f"{end}: writing a checkpoint; a second signal ends the run without it")
+                last = ", then a checkpoint is written" if self._checkpoints.writes else ""
+                self._notice(f"{end}: workers finish their steps{last}; a second signal ends the run at once")
+                self._drain()
             self._save_last(LAST_CHECKPOINT_SECONDS)
             if self.last_checkpoint is not None:
                 end.add_note(f"the last checkpoint is {self.last_checkpoint}: {self._resume_hint()}")
@@ -156,6 +164,21 @@ class Launcher:
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint of this run that is whole."""
         return self._checkpoints.path
+
+    def _drain(self) -> None:
+        """Ask the workers to finish their steps and leave; return when they have, or after the grace."""
+        self._restart_at.clear()
+        for process in self._processes.values():
+            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGCONT)
+        deadline = time.monotonic() + self.spec.options.grace
+        while self._processes and time.monotonic() < deadline and self._signals < 2:
+            self._wait_for_output()
+            self._poll_store()
+            self._reap_children()
+        for process in self._processes.values():
+            late = f"has not finished its step in {self.spec.options.grace:g} s (--grace)"
+            self._notice(f"{self._place(process)} {late}: that step is trained again")
 
     def _train(self) -> None:
         if self._is_remote:
@@ -172,6 +195,8 @@ class Launcher:
                 self._start(rank, "restarted")
             if self._signal:
                 raise RunInterrupted(self._signal)
+        if self._left and not self._has_finished:
+            raise RunInterrupted(signal.SIGTERM)
         # Workers may have joined and ended between two looks.
         if not self._store.was_open and self._store.open() is None:
             raise TrainingFailed("every worker ended, but none joined: the script has to call pyps.join()")
@@ -239,6 +264,9 @@ class Launcher:
                 self.log.write("finished", rank=rank, pid=process.pid)
                 self._has_finished = True
                 continue
+            if code == LEFT:
+                self._note_left(process)
+                continue
             self.log.write("died", rank=rank, pid=process.pid, detail=process.exit_reason())
             with self._store.may_be_lost():
                 if self._store.store is not None:
@@ -247,11 +275,23 @@ class Launcher:
                 continue
             self._restart_or_fail(process, joined)
 
+    def _note_left(self, process: RankProcess) -> None:
+        """A worker left on a notice. On a cluster that places it, it asks for another place."""
+        self.log.write("left", rank=process.rank, pid=process.pid or None, detail="on SIGTERM")
+        if self._signal:
+            return
+        if process.is_here:
+            self._left.add(process.rank)
+            self._notice(f"{self._place(process)} left on SIGTERM")
+            return
+        text = f"{self._place(process)} left on a notice; asking for another place"
+        self._restart_at[process.rank] = time.monotonic() + LOST_PLACE_SECONDS, text
+
     def _give_up_waiting(self) -> None:
         """A process that has no place yet comes too late once all others have ended well."""
         if not self._has_finished or self._restart_at or any(p.pid for p in self._processes.values()):
             return
-        end_processes(self._processes.values(), signal.SIGTERM, GRACE_SECONDS)
+        end_processes(self._processes.values(), signal.SIGTERM, KILL_SECONDS)
         for process in self._processes.values():
             process.close()
         self._processes.clear()
@@ -317,7 +357,8 @@ class Launcher:
                     store.reap()
                 self._update_totals(state)
                 self._note_undone()
-                self._rebalance(store, state)
+                if not self._signal:  # ranks that leave with the whole run keep their samples
+                    self._rebalance(store, state)
                 self._checkpoints.update(state.status)
         if self._on_tick is not None:
             self._on_tick(state)

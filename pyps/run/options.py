@@ -19,6 +19,7 @@ from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions
 
 MAX_RESTARTS = 3
+GRACE_SECONDS = 8.0  # with the last checkpoint less than the 30 s that schedulers leave between their signals
 CHECKPOINT_EVERY = "10m"
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 EVERY = re.compile(r"(\d{1,18})|(\d{1,9}(?:\.\d{1,9})?)([smh])")
@@ -44,6 +45,7 @@ class RunOptions(ModeOptions):
     throttle_from: StrPath | options.ThrottleFromOption | None = None
     even: options.EvenOption = False
     max_restarts: options.MaxRestartsOption = MAX_RESTARTS
+    grace: options.GraceOption = GRACE_SECONDS
     checkpoint_every: options.CheckpointEveryOption = CHECKPOINT_EVERY
     keep_checkpoints: options.KeepCheckpointsOption = KEEP
     resume: StrPath | options.ResumeOption | None = None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from pyps.errors import PypsError
+from pyps.errors import PypsError, how_to_install
 from pyps.simulate.metrics import Result, Slice
 
 MICROSECONDS = 1e6
@@ -92,7 +92,7 @@ def draw(results: Sequence[Result], path: str | os.PathLike[str], seconds: float
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        message = f"matplotlib cannot be imported ({error}): pip install 'pyps-train[plot]'"
+        message = f"matplotlib cannot be imported ({error}): {how_to_install('plot')}"
         raise PypsError(message) from error
     with_loss = any(result.curve for result in results)
     rows = 1 + len(results)

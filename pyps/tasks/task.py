@@ -8,12 +8,11 @@ would change what is trained. The modules of this package import torch inside fu
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyps.errors import PypsError
+from pyps.errors import needed
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +48,7 @@ class TrainingTask:
 
 def require_torch() -> None:
     """Raise PypsError, which names the package to install, if torch is missing."""
-    try:
-        importlib.import_module("torch")
-    except ImportError as error:
-        message = f"torch cannot be imported ({error}): pip install 'pyps-train[torch]'"
-        raise PypsError(message) from error
+    needed("torch", "torch")
 
 
 def random_images(shape: tuple[int, ...], classes: int) -> MakeBatch:

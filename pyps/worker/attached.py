@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pyps.native.values import Codec, PolicyNeeds
+from pyps.native.values import Codec, Encoding, PolicyNeeds, PushRequest
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.store import Store
-from pyps.worker.attach import Attachment
+from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
@@ -53,6 +53,34 @@ class Attached:
         if local is not None or not step.done:
             step.version = version  # of what its gradient is computed on
         return version
+
+    def request(self, step: Step, settings: Settings, position: int) -> PushRequest:
+        """The push of a step whose gradients are in its staging buffer. position: of its learning rate."""
+        binding, needs = self.binding, self.needs
+        flat = step.staging.flat[: self.client.store.layout.trained_elements]
+        samples = step.done if step.finite else 0
+        hyper = hyper_of(self.attachment) + binding.buffers.hyper()
+        step.lr, share = hyper[0].lr, step.share
+        if self.local is not None:
+            step.lr, share = self.local.lr, 1.0
+        codes = binding.codes if samples else None  # already scaled
+        encoding = settings.encoding
+        return PushRequest(
+            staging=step.staging.index,
+            samples=samples,
+            hyper=hyper,
+            scale=share if codes is None else 1.0,
+            encoding=encoding if codes is None else Encoding(encoding.codec),
+            gradient=codes,
+            encoded=codes is not None,
+            base_params=binding.flat if needs.needs_base_params else None,
+            base_version=step.version,
+            grad_norm_squared=binding.squared_norm(flat) * share**2 if needs.needs_grad_norm else 0.0,
+            looked=step.looked,
+            position=position,
+            cost_seconds=step.cost_seconds,
+            data_seconds=step.data_seconds,
+        )
 
 
 def attached(

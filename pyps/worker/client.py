@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ class StoreClient:
     pull: the codec of pulled parameters. budget: announced before each claim; None: the
     policy does not resize batches. links: emulated ones, which pushes and pulls cross. `ahead`: the claims of
     later steps, and of the current one until it is taken from there; after_claim_ahead gets each of them when
-    it is known, in the thread that learns of it.
+    it is known, in the thread that learns of it. `idle`: entered around each wait for a claim.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class StoreClient:
         self._codes: NDArray[np.uint8] | None = None
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
+        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
         self._transfers = Transfers()
         self._trips: RoundTrips[Transfer] | None = None  # over emulated links
         self._spare: list[Flat] = []  # for what travels back
@@ -83,7 +84,8 @@ class StoreClient:
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
         while True:
             try:
-                return self.store.start()
+                with self.idle():
+                    return self.store.start()
             except TimedOut:
                 if self._rests():
                     continue

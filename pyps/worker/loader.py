@@ -41,6 +41,7 @@ OWN_OPTIONS = (
     "in_order",
 )
 PR_SET_PDEATHSIG = 1
+TERM_SECONDS = 30  # that a loader process outlives SIGTERM by, unless its parent ends first
 NO_BATCH = (-1, 0)  # the positions of what is no batch: the data set's fingerprint
 Positions = tuple[int, int]  # first position, samples
 TOLERANCE = 1e-3  # of the mean size of the values: a JPEG decoder's rounding is a tenth of this
@@ -272,12 +273,18 @@ def _unchanged(batch: Any) -> Any:
 def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number: int) -> None:
     """In a new loader process. bound: kill it when the thread that started it ends, its parent's main one.
 
-    torch too ends loader processes whose parent is gone, but only between two batches.
+    torch too ends loader processes whose parent is gone, but only between two batches. SIGTERM reaches the
+    whole group: the parent leaves on it, and torch raises there if a loader process ends first.
     """
+    signal.signal(signal.SIGTERM, _end_later if bound else signal.SIG_DFL)
     if bound:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if user_init is not None:
         user_init(number)
+
+
+def _end_later(_: int, __: object) -> None:
+    signal.alarm(TERM_SECONDS)
 
 
 def fingerprint_of(source: Source) -> DataSet:

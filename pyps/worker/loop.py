@@ -29,9 +29,9 @@ from pyps.errors import InputError
 from pyps.formats import options
 from pyps.formats.options import check_limits
 from pyps.formats.records import RecordWriter, drop_undone, record_path
-from pyps.native.values import Claim, Codec, Encoding, PushRequest, PushResult
+from pyps.native.values import Claim, Codec, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
-from pyps.step.events import Abort, Continue
+from pyps.step.events import Abort, Continue, Control, Finish
 from pyps.step.machine import even_steps, next_part
 from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
@@ -45,6 +45,7 @@ from pyps.worker.loader import LoaderOptions, RoundForecast
 from pyps.worker.local_steps import LocalStepsArgument, local_steps_of, stored_optimizer, with_local_steps
 from pyps.worker.mode import ModeOptions
 from pyps.worker.moments import with_moments
+from pyps.worker.notice import Notice
 from pyps.worker.optimizer import OptimizerArgument, as_optimizers
 from pyps.worker.position import (
     RunPosition,
@@ -56,6 +57,7 @@ from pyps.worker.position import (
 from pyps.worker.samples import Collate, make_source, warn_of_a_stream_anew
 from pyps.worker.settings import Settings
 from pyps.worker.step import Outcome, Step, number_of
+from pyps.worker.transport import Transport
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -112,6 +114,9 @@ class Worker:
     `rank` counts the workers of all hosts from 0. `steps` counts the pushes that were admitted, `fenced`,
     `rejected` and `aborted` the gradients that were dropped: by a deadline, by the policy when done, and by
     the policy before. `skipped` counts the steps whose gradient was not finite.
+
+    On SIGTERM the worker finishes its step (of one in micro-batches, those begun), pushes it, gives back what
+    it has claimed, and raises SystemExit(143) in batches(); see pyps.worker.notice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -124,6 +129,8 @@ class Worker:
         self._records: RecordWriter | None = None
         self._throttle: Throttle | None = None
         self._divergence = DivergenceCheck()
+        self._notice = Notice()
+        self._notice.listen()
         self._count = self._begun = 0
         self._position: RunPosition | None = None  # of the last step that began
 
@@ -215,6 +222,7 @@ class Worker:
         parameters = [entry.parameter for entry in attachment.entries]
         local = local_steps_of(settings, store, chosen, parameters, clip_norm, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
+        self._attached.client.idle = self._notice.idle
         if is_local or not schedule:
             warn_of_other_constants(store.name, store.status().version, hyper_of(attachment), store.hyper())
         binding = self._attached.binding
@@ -286,7 +294,7 @@ class Worker:
         client, transport = attached.client, attached.transport
         epochs = Epochs(on_epoch, self.refresh, self.store, self.rank, settings.run_dir) if on_epoch else None
         with BatchFeed(source, options, client, transport.claim_ahead, self._at_once, forecast) as feed:
-            while (step := transport.begin()) is not None:
+            while (step := self._next_step(transport)) is not None:
                 self._step = step
                 self._follow(step, source.length)
                 if epochs is not None:
@@ -305,6 +313,15 @@ class Worker:
         self.refresh()
         if epochs is not None:
             epochs.end(source.length)
+
+    def _next_step(self, transport: Transport) -> Step | None:
+        """Claim the next step; None when the run's samples are used up. Raises SystemExit on notice."""
+        self._notice.leave_if_asked()
+        self._notice.busy = True
+        step = transport.begin()
+        self._notice.leave_if_asked()
+        self._notice.busy = step is not None
+        return step
 
     def _follow(self, step: Step, dataset_length: int) -> None:
         """A step begins: bring the schedule, and what counts batches in the model, to its position."""
@@ -354,7 +371,9 @@ class Worker:
         if step.finite and not (self.settings.allow_nonfinite or (scaler is not None and step.left)):
             self._divergence.check(step, attached.binding.flat)
         if step.left:
-            following = attached.transport.go_on(step, self._at_once(step.left))
+            following: Control = Finish()
+            if not self._notice.came:
+                following = attached.transport.go_on(step, self._at_once(step.left))
             if isinstance(following, Continue):
                 step.micro = 0
                 if attached.local is None:
@@ -368,7 +387,9 @@ class Worker:
                 self._report(step, Outcome(spans=[("push", ready, time.monotonic())]))
                 return None
         self._step = None
-        return attached.transport.send(step, self._request(step, attached))
+        # Without a schedule, the script's own is as old as the script.
+        position = self.position.global_batches if attached.schedule else self._begun
+        return attached.transport.send(step, attached.request(step, self.settings, position))
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation, after any transfer under way; the
@@ -387,6 +408,7 @@ class Worker:
         Raises TimedOut if a pipeline's transfer does not end; the worker leaves the run when it does.
         """
         self._step = None
+        self._notice.busy = True
         try:
             if self._attached is not None:
                 self._attached.binding.close()
@@ -394,6 +416,7 @@ class Worker:
             elif self._store is not None:
                 self._store.close()
         finally:
+            self._notice.close()
             if self._records is not None:
                 self._records.close()
                 self._records = None
@@ -451,35 +474,6 @@ class Worker:
         finally:
             attached.binding.release()
         return attached.optimizer.call(scaler)
-
-    def _request(self, step: Step, attached: Attached) -> PushRequest:
-        """The push of a step whose gradients are in its staging buffer."""
-        binding, needs, schedule = attached.binding, attached.needs, attached.schedule
-        flat = step.staging.flat[: self.store.layout.trained_elements]
-        samples = step.done if step.finite else 0
-        hyper = hyper_of(attached.attachment) + binding.buffers.hyper()
-        whole = self.position.global_batches
-        step.lr, share = hyper[0].lr, step.share
-        if attached.local is not None:
-            step.lr, share = attached.local.lr, 1.0
-        codes = binding.codes if samples else None  # already scaled
-        encoding = self.settings.encoding
-        return PushRequest(
-            staging=step.staging.index,
-            samples=samples,
-            hyper=hyper,
-            scale=share if codes is None else 1.0,
-            encoding=encoding if codes is None else Encoding(encoding.codec),
-            gradient=codes,
-            encoded=codes is not None,
-            base_params=binding.flat if needs.needs_base_params else None,
-            base_version=step.version,
-            grad_norm_squared=binding.squared_norm(flat) * share**2 if needs.needs_grad_norm else 0.0,
-            looked=step.looked,
-            position=whole if schedule else self._begun,  # without one, the script's own is as old as it is
-            cost_seconds=step.cost_seconds,
-            data_seconds=step.data_seconds,
-        )
 
     def _report(self, step: Step, outcome: Outcome) -> None:
         """Count and record what became of a step."""

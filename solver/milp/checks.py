@@ -9,7 +9,6 @@ much.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pyps.errors import Infeasible, PypsError
+from pyps.errors import Infeasible, PypsError, needed
 from pyps.formats import Cluster
 from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
@@ -132,7 +131,7 @@ def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
     else if each used worker is at a bound: the dual values are not unique then.
     Raises PypsError if the solver ends without an optimum.
     """
-    cp: Any = importlib.import_module("cvxpy")
+    cp: Any = needed("cvxpy", "plan")
     used = np.flatnonzero(np.asarray(batches) > 0)
     scale = time_scale(problem)
     # Beyond B, where no batch can be: a bound of B itself would have a price, though it binds nothing.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pyps.errors import Infeasible, PypsError
+from pyps.errors import Infeasible, PypsError, needed
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, evaluate
 from pyps.solver.exact.kinds import TooManyKinds, fastest, handles
 from pyps.solver.exact.minmax import solve
@@ -84,7 +84,7 @@ def constrained_milp(
 
     without: a limit to leave out. total: fix the sum of the batches to B.
     """
-    import pulp
+    pulp = needed("pulp", "plan")
 
     milp = minmax_milp(constrained.problem, extra=True, total=total)
     model, used = milp.model, milp.used
@@ -112,13 +112,13 @@ def constrained_milp(
 
 def total_need(milp: Milp, limit: Limit, unit: float = 1.0) -> Any:
     """The needs of all workers in use, in units of `unit`."""
-    import pulp
+    pulp = needed("pulp", "plan")
 
     return pulp.lpSum(float(x) / unit * z for x, z in zip(limit.need, milp.used, strict=True))
 
 
 def _add_resources(milp: Milp, constrained: ConstrainedProblem) -> None:
-    import pulp
+    pulp = needed("pulp", "plan")
 
     waits: dict[int, list[tuple[Any, float]]] = {}
     for resource in constrained.resources:
@@ -141,7 +141,7 @@ def _add_resources(milp: Milp, constrained: ConstrainedProblem) -> None:
 
 def _add_sync(milp: Milp, sync: Sync, seconds: Any) -> None:
     """seconds >= F_k(link) if k workers are in use and one of them has that link."""
-    import pulp
+    pulp = needed("pulp", "plan")
 
     model, used = milp.model, milp.used
     counts = [model.add_variable(f"n{k}", cat="Binary") for k in range(1, len(used) + 1)]
@@ -185,7 +185,7 @@ def _refusal(constrained: ConstrainedProblem) -> Infeasible:
 
 def _nearest_batches(constrained: ConstrainedProblem) -> list[int]:
     """The feasible global batch nearest to the requested one, if there is any."""
-    import pulp
+    pulp = needed("pulp", "plan")
 
     problem = constrained.problem
     wide = replace(problem, global_batch=min(2 * problem.global_batch, int(problem.max_batch.sum())))

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pyps.errors import Infeasible, PypsError
+from pyps.errors import Infeasible, PypsError, needed
 from pyps.solver.costs import Costs, Ints
 from pyps.solver.exact.minmax import Problem
 
@@ -73,7 +73,7 @@ class Milp:
         """Solve with no gap allowed; False if infeasible. Raises NoProof if the solver proves neither within
         time_limit seconds; None: it may take any time.
         """
-        import pulp
+        pulp = needed("pulp", "plan")
 
         self.model.setObjective(objective)
         if solver == "HiGHS":
@@ -137,7 +137,7 @@ def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Mi
 
     Raises Infeasible if a required worker can take no batch.
     """
-    import pulp
+    pulp = needed("pulp", "plan")
 
     model = pulp.LpProblem("minmax", pulp.LpMinimize)
     milp = Milp(model, model.add_variable("t", lowBound=0), time_scale(problem), problem.batch_multiple)
@@ -150,7 +150,7 @@ def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Mi
 
 
 def _add_worker(milp: Milp, problem: Problem, k: int, extra: Any) -> None:
-    import pulp
+    pulp = needed("pulp", "plan")
 
     model, t, scale = milp.model, milp.t, milp.scale
     multiple, low = int(problem.batch_multiple[k]), int(problem.min_batch[k])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pyps.errors import InputError, PypsError, shown
+from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Plan
 from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
@@ -134,7 +134,7 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        message = f"matplotlib cannot be imported ({error}): pip install 'pyps-train[plot]'"
+        message = f"matplotlib cannot be imported ({error}): {how_to_install('plot')}"
         raise PypsError(message) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pyps.errors import InputError
+from pyps.errors import InputError, how_to_install
 from pyps.metrics import Reading, open_sink
 
 READINGS = [Reading("loss", 0.25), Reading("batch", 64, rank=0), Reading("batch", 32, rank=1)]
@@ -130,9 +130,8 @@ def test_a_missing_package_is_said_in_one_message(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InputError) as caught:
         open_sink("prometheus:0")
-    assert str(caught.value) == (
-        "metrics: prometheus: found no prometheus_client; expected pip install 'pyps-train[prometheus]'"
-    )
+    found = "metrics: prometheus: found no prometheus_client; expected"
+    assert str(caught.value) == f"{found} {how_to_install('prometheus')}"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_scripts import until
 
 from pyps.report.report import read_report
+from pyps.run.launcher import LAST_CHECKPOINT_SECONDS
+from pyps.run.options import GRACE_SECONDS
+from pyps.worker.notice import LEFT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.usefixtures("quick_start")]
 
@@ -20,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "containers"
 
 
-def start(folder: Path, port: int, **more: str) -> list[subprocess.Popen[str]]:
-    """The two ranks of a run."""
+def start(folder: Path, port: int, only: int | None = None, **more: str) -> list[subprocess.Popen[str]]:
+    """The two ranks of a run, or only one of them."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for name in ("net.py", "train.py"):
         found = re.search(rf"```python\n(# {name}\n.*?)```", page, re.DOTALL)
@@ -40,7 +44,7 @@ def start(folder: Path, port: int, **more: str) -> list[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in ((0, 1) if only is None else (only,))
     ]
 
 
@@ -94,3 +98,51 @@ def test_compose_and_kubernetes_set_what_the_script_reads() -> None:
         assert env["HOST"] == f"{jobs[0]['metadata']['name']}-0.{service['metadata']['name']}"
         first += spec["completions"]
     assert {env["RANKS"]} == {str(first)}
+
+
+def test_a_pod_that_leaves_is_replaced_and_takes_no_longer_than_its_node_allows() -> None:
+    _, _, spot = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    (codes,) = [
+        r["onExitCodes"]["values"] for r in spot["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in r
+    ]
+    assert codes == [LEFT]
+    pod = spot["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "what a podFailurePolicy asks for"
+    assert pod["terminationGracePeriodSeconds"] >= GRACE_SECONDS + LAST_CHECKPOINT_SECONDS
+
+
+@pytest.mark.thorough
+def test_kubernetes_knows_every_field() -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    for one in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()):
+        schemas.validate(one, "1.31", strict=True)
+
+
+def test_skypilot_gives_the_script_what_it_reads() -> None:
+    reads = set(re.findall(r"\$\{([A-Z_]+)", (EXAMPLES / "rank.sh").read_text()))
+    task = yaml.safe_load((EXAMPLES.parent / "skypilot" / "rank.yaml").read_text())
+    assert task.keys() <= {"name", "resources", "workdir", "file_mounts", "envs", "setup", "run"}
+    assert task["envs"].keys() <= reads
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    assert str(task["resources"]["ports"]) in (EXAMPLES / "rank.sh").read_text()
+    assert "examples/containers/rank.sh" in task["run"]
+    for part in (task["setup"], task["run"]):
+        subprocess.run(["sh", "-n", "-c", part], check=True)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_told_to_leave_comes_back(tmp_path: Path, shm: Path, port: int) -> None:
+    """As a pod that is replaced: the others train on meanwhile."""
+    more = {"SAMPLES": "16000", "RUN_OPTIONS": "--policy asp --json"}
+    first, second = start(tmp_path, port, **more)
+    until(lambda: len([p for p in tmp_path.glob("job/rank-*/worker-*.jsonl") if p.stat().st_size]) == 2)
+    second.terminate()
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == LEFT, said
+    assert not list(tmp_path.glob("job/failed-*"))
+    again = start(tmp_path, port, only=1, **more)[0]
+    said = [rank.communicate(timeout=120)[0] for rank in (first, again)]
+    assert (first.returncode, again.returncode) == (0, 0), said
+    reports = [read_report(path) for path in tmp_path.glob("job/rank-*/report.json")]
+    assert len(reports) == 3
+    assert sum(report.samples.trained for report in reports) == 16000

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -138,10 +139,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_pages_install_from_a_clone_while_no_registry_has_the_package() -> None:
-    assert [
-        page.name for page in PAGES if re.search("pip install '?pyps", page.read_text(encoding="utf-8"))
-    ] == []
+def test_one_page_says_how_to_install() -> None:
+    """The one to change when a registry has the package; the others name extras and link there."""
+    page = DOCS / "how-to" / "install.md"
+    told = re.compile(r"pip install [^\n`]*(?:pyps|\.\[)")
+    assert [one for one in PAGES if told.search(one.read_text(encoding="utf-8"))] == [page]
+    text = page.read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table = re.findall(r"^\| (`.*`) \|", text, re.MULTILINE)
+    named = set(re.findall(r"`([\w-]+)`", " ".join(table)))
+    assert named == project["optional-dependencies"].keys() - {"bench", "oldest", "site", "wheels"}
+    assert f"pyps_train-{project['version']}-cp311-abi3-manylinux_2_17_x86_64.whl" in text
 
 
 def test_the_diff_of_the_readme() -> None:
@@ -158,6 +166,13 @@ def test_the_diff_of_the_readme() -> None:
     assert sorted(shown) == sorted(line for line in real if not measuring.search(line))
     kept = [line[1:].strip() for line in diff.splitlines() if line[:1] == " " and line.strip() != "..."]
     assert {line for line in kept if line} <= {line.strip() for line in before if line in after}
+
+
+def test_results_begin_with_what_was_found() -> None:
+    for page in (DOCS / "results").glob("*.md"):
+        title, found, _ = re.split(r"\n\n(?=\*\*Found|[^-*])", page.read_text(encoding="utf-8"), maxsplit=2)
+        assert found.startswith("**Found.**"), page.name
+        assert len(f"{title}\n\n{found}".splitlines()) <= 20, page.name
 
 
 def test_the_pages_are_short() -> None:

@@ -16,13 +16,17 @@ QUICK_START = Path(__file__).resolve().parents[1] / "helpers" / "quick_start" / 
 # The modules of every extra but torch.
 LEFT_OUT = (
     "accelerate",
+    "cvxpy",
+    "highspy",
     "jax",
     "lightning",
     "matplotlib",
     "opentelemetry",
     "peft",
     "prometheus_client",
+    "pulp",
     "ray",
+    "scipy",
     "sklearn",
     "tensorboard",
     "transformers",

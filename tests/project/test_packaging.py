@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import email
+import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -44,6 +47,44 @@ def test_one_wheel_for_all_pythons_of_a_platform(wheel: Path) -> None:
     assert "-cp311-abi3-linux_" in wheel.name
     shared = sorted(name for name in names(wheel) if ".so" in name)
     assert shared == ["pyps/_native.abi3.so", "pyps/lib/libpyps.so", f"pyps/lib/libpyps.so.{ABI}"]
+
+
+def links(page: str) -> list[str]:
+    """Where links and pictures of a page lead, rendered as registries render it."""
+    renderer = pytest.importorskip("readme_renderer.markdown")
+    rendered = renderer.render(page)
+    assert rendered
+    assert "<table>" in rendered
+    found = re.findall(r'(?:href|src)="([^"]*)"', rendered)
+    return [
+        target for target in found if not target.startswith("#user-content-")
+    ]  # of each heading to itself
+
+
+def test_its_page_works_on_a_registry(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
+    metadata = email.message_from_string(text)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload()
+    assert page.startswith("# pyps")
+    assert not [target for target in links(page) if not target.startswith("https://")]
+
+    address = "https://example.org/pyps"
+    project = (
+        (ROOT / "pyproject.toml")
+        .read_text()
+        .replace("[project.scripts]", f'[project.urls]\nRepository = "{address}"\n\n[project.scripts]')
+    )
+    (tmp_path / "pyproject.toml").write_text(project)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    package_page = runpy.run_path(str(ROOT / "csrc" / "packaging" / "page.py"))["package_page"]
+    found = links(package_page(tmp_path))
+    assert len(found) > 30
+    inside = [target.removeprefix(f"{address}/").split("/", 2) for target in found if address in target]
+    assert {kind for kind, _, _ in inside} == {"raw", "blob"}
+    assert all((ROOT / path.partition("#")[0]).exists() for _, _, path in inside)
+    assert not [target for target in found if not target.startswith("https://")]
 
 
 def test_nothing_but_pyps_at_the_top(wheel: Path) -> None:

@@ -277,6 +277,29 @@ def test_a_lost_node_leaves_and_another_one_joins(cluster: Any, tmp_path: Path) 
         cluster.remove_node(another)
 
 
+def test_a_drained_node_is_left_in_time(cluster: Any, tmp_path: Path) -> None:
+    """The worker finishes its step. When the node is gone, another one has its place."""
+    spot = {"num_cpus": 0, "resources": {"spot": 1}, "object_store_memory": 80 << 20}
+    lost = cluster.add_node(**spot)
+    samples = 2000 * B
+    run = Running(tmp_path, train, {"device-1": {"spot": 1}}, samples=samples, policy="bsp")
+    first = run.joined(1, 1)
+    preemption = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    address = ["--address", cluster.address, "--node-id", lost.node_id, "--deadline-remaining-seconds", "60"]
+    command = [Path(sys.executable).parent / "ray", "drain-node", *address, *preemption]
+    subprocess.run(command, check=True, capture_output=True)
+    run.until(lambda: run.events("left", 1))
+    assert run.events("left", 1)[0].pid == first
+    cluster.remove_node(lost, allow_graceful=False)
+    another = cluster.add_node(**spot)
+    try:
+        run.joined(1, 2)
+        assert not run.events("died", 1)
+        run.check_exact(samples)
+    finally:
+        cluster.remove_node(another)
+
+
 def test_a_rank_without_a_place_does_not_hold_up_the_end(cluster: Any, tmp_path: Path) -> None:
     lost = cluster.add_node(num_cpus=0, resources={"spot": 1}, object_store_memory=80 << 20)
     run = Running(tmp_path, train, {"device-1": {"spot": 1}}, samples=600 * B)
@@ -338,7 +361,7 @@ class TestWithoutACluster:
 
     def test_ray_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "ray", None)
-        with pytest.raises(InputError, match=r"pip install 'pyps-train\[ray\]'"):
+        with pytest.raises(InputError, match=r"pip install '.*\[ray\]'"):
             pyps.ray.profile("mlp")
 
     def test_kinds_of_devices(self) -> None:

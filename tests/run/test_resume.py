@@ -122,6 +122,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(shm: Path, plan: Path, tmp_path: 
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+    assert [e.kind for e in read_events(out / "run.jsonl")].count("left") == 2, "they finished their steps"
     (path,) = checkpoints(out / "checkpoints")
     assert f"the last checkpoint is {path}: continue with pyps run --resume {out}\n" in errors
     assert json.loads((out / "report.json").read_text())["checkpoint"] == path.name
