@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_scripts import PATIENCE_SECONDS, until
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
 from pyps.errors import InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
+from pyps.native.status import MemberState
 from pyps.report.trace import make_trace
 from pyps.store import Store
 from pyps.store.policies import Policy
@@ -231,16 +233,18 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
         for r in range(2)
     ]
 
-    slept: list[bool] = []
+    stands = threading.Event()
 
     def body(rank: int) -> None:
         model = make_model()
         workers[rank].attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for x, y in workers[rank].batches((X, Y)):
             backward(loss_of(model, x, y))
-            if rank == 1 and workers[1].steps and not slept:
-                slept.append(True)
-                time.sleep(1.2)
+            if rank == 0 and workers[0].steps:
+                stands.wait(PATIENCE_SECONDS)
+            elif rank == 1 and workers[1].steps and not stands.is_set():
+                stands.set()
+                until(lambda: MemberState.FENCED in {m.state for m in workers[0].store.members()})
             workers[rank].step()
 
     run_threads(2, body)
