@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,7 @@ LEARN_HELP = (
     "Compute real gradients; logistic or quadratic:d=100,noise=0.01 (NumPy), or a task as in `pyps profile`."
 )
 TASK_SAMPLES = 2048  # made by a torch task
+ITERATIONS, UNLIMITED = 100, 1_000_000_000
 GANTT_ITERATIONS = 3
 STATED = "Default: what the plan or the file says, if anything."
 
@@ -66,7 +68,17 @@ SimulatedCluster = Annotated[
 PoliciesText = Annotated[
     str | None, typer.Option(help=f'"all", or policies separated by spaces: "bsp ssp:bound=4". {STATED}')
 ]
-Iterations = Annotated[int, typer.Option(min=1, help="Global batches to train.")]
+Iterations = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Global batches to train. Default: {ITERATIONS}; with --seconds, no limit.",
+        show_default=False,
+    ),
+]
+VirtualSeconds = Annotated[
+    float | None, typer.Option(min=0.001, help="Stop after so much virtual time.", show_default=False)
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option(
@@ -104,7 +116,8 @@ ResultsAsJson = Annotated[bool, typer.Option("--json", help="Print only the resu
 def simulate_command(
     cluster: SimulatedCluster,
     policies: PoliciesText = None,
-    iterations: Iterations = 100,
+    iterations: Iterations = None,
+    seconds: VirtualSeconds = None,
     plan: PlanFile = None,
     learn: Learning = "",
     lr: LearningRate = None,
@@ -136,18 +149,20 @@ def simulate_command(
     if learn and scenario.local != (inner_lr is not None):
         expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
         raise InputError("--inner-lr", "", str(inner_lr), expected)
+    most = ITERATIONS if seconds is None else UNLIMITED
     results = [
         simulate(
             scenario,
             policy,
-            iterations=iterations,
+            iterations=iterations or most,
+            seconds=seconds or math.inf,
             seed=wanted.seed,
             objective=_objective(learn, wanted.seed),
             lr=_constants(lr, local=scenario.local),
             optimizer="momentum" if scenario.local else "sgd",
             local=LocalOptimizer(lr=inner_lr) if inner_lr is not None else None,
             target_loss=target_loss,
-            measure_every=measure_every or 0,
+            measure_every=measure_every or (0 if iterations or seconds is None else scenario.global_batch),
             timeline=show or plot is not None or trace_to is not None,
             pipeline=pipeline,
             rebalance=moves,
@@ -206,6 +221,7 @@ def _plain(result: Result, target: float | None) -> dict[str, Any]:
     del plain["timeline"], plain["pushed_at"]
     plain["staleness"] = {str(k): v for k, v in result.staleness.items()}
     more = {"idle_share": result.idle_share, "staleness_mean": result.staleness_mean}
+    more["useful_share"] = result.useful_share
     if target is not None:
         more |= {"seconds_to_target": result.seconds_to(target)}  # type: ignore[dict-item]
     return plain | more
@@ -217,17 +233,23 @@ def _print(scenario: Scenario, results: Sequence[Result], target: float | None, 
     title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
     table = Table(title=title, box=None, header_style="bold")
     table.add_column("policy", overflow="fold")
-    columns = ["ms", "gain", "idle", "stale", "95%", "max", "dropped", "MB"]
+    faulty = bool(scenario.faults)
+    columns = ["ms", "gain", "idle", *["useful"] * faulty, "stale", "95%", "max", "dropped", "MB"]
     columns += ["loss"] * learned + ["to target"] * (target is not None)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         name = result.policy if result.replans is None else f"{result.policy}, rebalanced"
-        table.add_row(name, *_cells(result, results[0], learned, target, scenario.global_batch))
+        cells = _cells(result, results[0], learned, target, scenario.global_batch)
+        table.add_row(name, *cells[:3], *[f"{result.useful_share:.1%}"] * faulty, *cells[3:])
     console.print(table)
     console.print(
         "ms, MB: per global batch; gain: over the first; stale, 95%, max: versions, mean, quantile, maximum"
     )
+    if faulty:
+        console.print(
+            "useful: of the time of the workers that were there, what they computed and was not lost"
+        )
     for result in results:
         for line in _replans(result):
             console.print(line, soft_wrap=True)

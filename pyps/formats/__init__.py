@@ -18,6 +18,7 @@ from msgspec import Struct
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.cluster import (
+    Churn,
     Cluster,
     FaultSpec,
     GoodputInfo,
@@ -76,6 +77,7 @@ __all__ = [
     "PROFILE_SCHEMA",
     "Bits",
     "Checkpoint",
+    "Churn",
     "Cluster",
     "CostEstimate",
     "Device",

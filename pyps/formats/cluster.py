@@ -59,6 +59,22 @@ class FaultSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     added: Elapsed = 0.0
 
 
+class Churn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that die, come back, and are replaced, at random times within the first `until` seconds.
+
+    every: seconds that a worker lives on average. away: seconds from its death until its successor joins.
+    gone: this share of the workers dies for good, and as many others are absent at first and join.
+    noticed: seconds until the others notice a death. seed: of all times.
+    """
+
+    every: Above
+    until: Above
+    away: Above = 60.0
+    gone: Annotated[float, Meta(ge=0, le=0.5)] = 0.0
+    noticed: Elapsed = 10.0
+    seed: Annotated[int, Meta(ge=0)] = 0
+
+
 class Simulation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cluster beyond its devices.
 
@@ -73,6 +89,7 @@ class Simulation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     jitter: Jitter = Jitter()
     host: list[Host] = []
     fault: list[FaultSpec] = []
+    churn: Churn | None = None
 
 
 CLUSTER_FILE = "the cluster file"  # in the errors of those that do not know its name

@@ -3,10 +3,11 @@
 result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
+from pyps.simulate.faults import Fault
 from pyps.simulate.metrics import RankResult, Result
 from pyps.simulate.problem import LocalOptimizer, Logistic, Objective, Quadratic, TorchObjective
 from pyps.simulate.run import compare, replay, simulate
-from pyps.simulate.scenario import Fault, Scenario, SimWorker, Slowdown, scenario_of
+from pyps.simulate.scenario import Scenario, SimWorker, Slowdown, scenario_of
 
 __all__ = [
     "Fault",

@@ -16,10 +16,11 @@ from pyps.native.core import Core
 from pyps.native.status import MemberState
 from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
 from pyps.simulate.clock import Clock, LinkClass, Network, Process
+from pyps.simulate.faults import Fault
 from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
-from pyps.simulate.scenario import DeviceModel, Fault, Scenario
+from pyps.simulate.scenario import DeviceModel, Scenario
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.policies import Policy, register_policy
@@ -27,7 +28,6 @@ from pyps.store.policies import Policy, register_policy
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
 STAGING_BUFFERS = 2  # of a worker, at least
-DETECTION_NANOSECONDS = 50_000_000  # until waiting workers notice a death
 CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
 MOST_FENCED = 100  # a worker, while no step ends
@@ -120,11 +120,13 @@ class Engine:
         self.finished_at = 1
         self._fenced_since = 0  # workers, since then
         self._left = len(self.workers)  # workers that have not ended, or whose successors will come
-        self._present = set(range(len(self.workers)))
+        self._present = dict.fromkeys(range(len(self.workers)), 0)  # since when
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
         self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
         self.ending = False  # a worker has found no samples
+        stops = any(fault.kind == "stop" for fault in scenario.faults)
+        self.skips_parts = not stops and not metrics.keep_timeline  # micro-batches need no event each
         self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
         self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
@@ -151,6 +153,8 @@ class Engine:
         while self._left and clock.step():
             if self._reached or (end is not None and clock.now >= end):
                 break
+        for k in list(self._present):
+            self._go(k)
 
     # One worker.
 
@@ -175,7 +179,7 @@ class Engine:
     def leave(self, k: int) -> None:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(MemberState.LEFT)))
         self._left -= 1
-        self._present.discard(k)
+        self._go(k)
         self.ending = True
 
     def replan(self, batches: Sequence[int]) -> None:
@@ -186,6 +190,10 @@ class Engine:
     def present(self) -> frozenset[int]:
         """The ranks that have a worker."""
         return frozenset(self._present)
+
+    def _go(self, k: int) -> None:
+        """A worker is not there from now on."""
+        self.metrics.present[k] += self.clock.now - self._present.pop(k)
 
     def rejoin(self, k: int) -> None:
         self._forget(k)
@@ -276,9 +284,9 @@ class Engine:
         """What worker k pushes that has computed these samples from these parameters, and the loss."""
         return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
 
-    def compute_nanoseconds(self, k: int, samples: int) -> int:
-        """What a micro-batch takes that begins now."""
-        return _ns(self.devices[k].seconds(samples, self.clock.now * 1e-9))
+    def compute_nanoseconds(self, k: int, samples: int, begins: int) -> int:
+        """What a micro-batch takes that begins then."""
+        return _ns(self.devices[k].seconds(samples, begins * 1e-9))
 
     def sends_in_turn(self, k: int) -> bool:
         """Whether worker k's gradients wait for their turn before they travel: over a link they do."""
@@ -331,7 +339,7 @@ class Engine:
             clock.park(channel, d.until, d.at)
             yield None
         until = d.until
-        self._admitted(k, staging, step.done, d)
+        self._admitted(k, staging, step, d)
         while until > clock.progress:  # the round is still open
             clock.park(channel, until, 0)
             yield None
@@ -351,7 +359,9 @@ class Engine:
 
     # After a decision.
 
-    def _admitted(self, k: int, staging: int, samples: int, d: Decision) -> None:
+    def _admitted(self, k: int, staging: int, step: SimulatedStep, d: Decision) -> None:
+        samples = step.done
+        self.metrics.count(k, step.first, samples, step.nanoseconds)
         self.metrics.staleness[d.staleness] += 1
         if self.metrics.keep_timeline:
             self.metrics.pushed_at.append((k, self.clock.now * 1e-9))
@@ -451,10 +461,10 @@ class Engine:
                 self.clock.stopped_until[process] = now + _ns(fault.seconds)
             return
         state = MemberState.DEAD if fault.kind == "kill" else MemberState.LEFT
-        noticed = now + (DETECTION_NANOSECONDS if state is MemberState.DEAD else 0)
+        noticed = now + (_ns(self.scenario.noticed) if state is MemberState.DEAD else 0)
         for process in processes:
             self.clock.end(process)
-        self._present.discard(k)
+        self._go(k)
         self.clock.call(noticed, lambda: self._leave_as(k, state))
         if fault.seconds:
             begins = max(now + _ns(fault.seconds), noticed + 1)
@@ -463,7 +473,7 @@ class Engine:
             self._left -= 1
 
     def _succeed(self, k: int, begins: int) -> None:
-        self._present.add(k)
+        self._present[k] = begins
         self.clock.begin(k, self._process(k), begins)
 
     def _leave_as(self, k: int, state: MemberState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -22,8 +23,8 @@ Slice = tuple[
 class Metrics:
     """Nanoseconds by rank and kind, staleness of the pushes, the loss curve and counts.
 
-    ranks: rows of `spent`; in a pipeline the transfer processes follow the compute processes, so that
-    overlapped transfers cost a worker no time. keep_timeline: also record slices.
+    ranks: rows of `spent` and the others; in a pipeline the transfer processes follow the compute processes,
+    so that overlapped transfers cost a worker no time. keep_timeline: also record slices.
     """
 
     ranks: int
@@ -38,9 +39,27 @@ class Metrics:
     fenced: int = 0
     moved_bytes: float = 0.0
     events: int = 0
+    counted: list[int] = field(init=False)  # of the compute time, what was admitted
+    present: list[int] = field(init=False)  # from join to end
+    trained: array[int] = field(
+        default_factory=lambda: array("q")
+    )  # of each push its first sample, and how many
 
     def __post_init__(self) -> None:
         self.spent = [[0] * len(KINDS) for _ in range(self.ranks)]
+        self.counted, self.present = [0] * self.ranks, [0] * self.ranks
+
+    def count(self, rank: int, first: int, samples: int, nanoseconds: int) -> None:
+        """A gradient was admitted; nanoseconds: what it took to compute."""
+        self.counted[rank] += nanoseconds
+        self.trained.extend((first, samples))
+
+    def repeated(self) -> int:
+        """Samples that were admitted more than once."""
+        pushes = np.asarray(self.trained, np.int64).reshape(-1, 2)
+        first, samples = pushes[np.argsort(pushes[:, 0], kind="stable")].T
+        ends = np.maximum.accumulate(first + samples)
+        return int(np.clip(ends[:-1] - first[1:], 0, samples[1:]).sum())
 
     def add(self, rank: int, kind: int, begin: int, end: int, version: int) -> None:
         """Count the time from `begin` to `end` (ns) for a rank; `version` was the latest at its end."""
@@ -51,7 +70,11 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did: pushes, samples, staleness and seconds of each kind."""
+    """What one rank did: pushes, samples, staleness and seconds of each kind.
+
+    counted_seconds: of the compute time, that of admitted gradients. present_seconds: from its workers' joins
+    to their ends.
+    """
 
     name: str
     batch: int
@@ -63,6 +86,8 @@ class RankResult:
     compute_seconds: float
     transfer_seconds: float
     wait_seconds: float
+    counted_seconds: float = 0.0
+    present_seconds: float = 0.0
 
     @property
     def idle_share(self) -> float:
@@ -90,7 +115,7 @@ class SimulatedReplan:
 @dataclass(frozen=True)
 class Result:
     """One policy in one scenario. `iteration_seconds`: mean time for one global batch of samples. `replans`:
-    the changes of the split; None: the run was not rebalanced.
+    the changes of the split; None: the run was not rebalanced. `repeated`: samples that counted twice.
     """
 
     policy: str
@@ -113,6 +138,13 @@ class Result:
     timeline: tuple[Slice, ...]
     pushed_at: tuple[tuple[int, float], ...]
     replans: tuple[SimulatedReplan, ...] | None = None
+    repeated: int = 0
+
+    @property
+    def useful_share(self) -> float:
+        """Share of the time that their workers were there in which ranks computed what counts."""
+        present = sum(r.present_seconds for r in self.ranks)
+        return sum(r.counted_seconds for r in self.ranks) / present if present else 0.0
 
     @property
     def idle_share(self) -> float:
@@ -144,7 +176,8 @@ def rank_results(
 ) -> tuple[RankResult, ...]:
     """The result of each rank, from the engine's metrics and the core's counters."""
     results = []
-    for w, spent, c in zip(scenario.workers, metrics.spent, counters, strict=False):
+    own = zip(metrics.counted, metrics.present, strict=True)
+    for w, spent, (counted, present), c in zip(scenario.workers, metrics.spent, own, counters, strict=False):
         wait, pull, compute, push = (NANOSECOND * value for value in spent)
         mean = c.staleness_sum / c.pushes if c.pushes else 0.0
         results.append(
@@ -159,6 +192,8 @@ def rank_results(
                 compute_seconds=compute,
                 transfer_seconds=pull + push,
                 wait_seconds=wait,
+                counted_seconds=NANOSECOND * counted,
+                present_seconds=NANOSECOND * present,
             )
         )
     return tuple(results)

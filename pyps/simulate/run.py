@@ -127,6 +127,7 @@ def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[SimulatedR
         timeline=tuple(metrics.timeline),
         pushed_at=tuple(metrics.pushed_at),
         replans=replans,
+        repeated=metrics.repeated(),
     )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
-    FaultSpec,
     Fit,
     Jitter,
     Plan,
@@ -28,6 +27,7 @@ from pyps.formats import (
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
+from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
 from pyps.solver.links import WIRE_BYTES, LinkSpec, moved_parameters, shared_links
 from pyps.solver.mode import bits_of, stated_policy
@@ -71,25 +71,13 @@ class SimWorker:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A fault of one rank at time `at` (seconds). stop: the worker stands still for `seconds`.
-    kill, leave: it dies or leaves, and a successor joins after `seconds` (0: never).
-    """
-
-    rank: int
-    at: float
-    kind: str  # stop, kill, leave
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
     `policy`: the plan's, where one is stated. `pipelined`: the plan has several steps of a worker under way.
     `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
     micro-batch of a worker is a local step. `merges`: the times that a worker pulls between two pushes, and
     goes on from there; not where workers wait for rounds, take turns, or have a pipeline. `differences`: in
-    what a given plan is not the cluster file's.
+    what a given plan is not the cluster file's. `noticed`: seconds until the others notice a death.
     """
 
     workers: tuple[SimWorker, ...]
@@ -104,6 +92,7 @@ class Scenario:
     policy: str = ""
     pipelined: bool = False
     differences: tuple[str, ...] = ()
+    noticed: float = NOTICED_SECONDS
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -163,12 +152,13 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         server_bandwidth=bandwidth * simulation.servers if bandwidth else math.inf,
         hosts={name: link.bytes_per_second for name, link in links.items()}
         | {host.name: host.bandwidth for host in simulation.host},
-        faults=tuple(f for spec in simulation.fault for f in _faults(cluster, spec, used)),
+        faults=tuple(stated_faults(cluster, used)),
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
         pipelined=plan.run is not None and plan.run.pipeline,
         differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
+        noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )
 
 
@@ -267,11 +257,6 @@ def _shared_link(cluster: Cluster, group: WorkerGroup) -> LinkSpec | None:
         names, expected = ", ".join(one.shared for one in found), "one link, or a [[simulation.host]]"
         raise InputError(group.name, "shares", names, expected)
     return found[0] if found else None
-
-
-def _faults(cluster: Cluster, h: FaultSpec, used: list[str]) -> list[Fault]:
-    ranks = [used.index(name) for name in cluster.named(h.worker) if name in used]
-    return [] if h.kind == "slow" else [Fault(rank, h.at, h.kind, h.seconds) for rank in ranks]
 
 
 def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:

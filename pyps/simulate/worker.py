@@ -184,13 +184,21 @@ class SimulatedWorker:
         return (yield from self._compute())
 
     def _compute(self) -> Generator[int | None, None, events.Event]:
-        """The next micro-batch."""
-        step, began = self._now, self._clock.now
-        part = self._part(step.count - step.done)
-        yield began + self._engine.compute_nanoseconds(self._k, part)
+        """The next micro-batch; at once all that are left, if nothing can come between them."""
+        step, began, engine = self._now, self._clock.now, self._engine
+        at_once = engine.skips_parts and self._machine.skips_parts
+        end = began
+        while True:
+            part = self._part(step.count - step.done)
+            end += engine.compute_nanoseconds(self._k, part, end)
+            step.before, step.done = step.done, step.done + part
+            if not at_once or step.done == step.count:
+                break
+        try:
+            yield end
+        finally:  # it may be killed meanwhile
+            engine.metrics.add(self._k, COMPUTE, began, self._clock.now, engine.version)
         step.nanoseconds += self._clock.now - began
-        self._engine.metrics.add(self._k, COMPUTE, began, self._clock.now, self._engine.version)
-        step.before, step.done = step.done, step.done + part
         if left := step.count - step.done:
             return events.Partial(step.before, step.done, step.count, self._part(left))
         return self._computed()

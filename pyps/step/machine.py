@@ -132,6 +132,14 @@ class StepMachine:
         """Transfers that began and were not taken."""
         return len(self._under_way)
 
+    @property
+    def skips_parts(self) -> bool:
+        """Whether nothing comes of the ends of the present step's micro-batches but the next one."""
+        rules = self.rules
+        if rules.needs.checks_between_micro_batches and rules.depth == 1:
+            return False
+        return not rules.local or not (rules.merges_in_step or (rules.depth > 1 and self._under_way))
+
     def receive(self, event: events.Event) -> events.Action:
         """What to do after this event. Raises WrongEvent."""
         transition = TRANSITIONS[self.state].get(type(event))

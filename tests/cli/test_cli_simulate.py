@@ -287,3 +287,19 @@ def test_rebalancing_shows_each_change_and_what_it_gained(cluster: Path) -> None
     assert first["after"][0] < first["before"][0]
     assert sum(first["after"]) == 96
     assert rebalanced["seconds"] < alone["seconds"]
+
+
+def test_churn_is_simulated_and_what_it_takes_is_shown(cluster: Path) -> None:
+    churn = "[simulation.churn]\nevery = 20.0\naway = 2.0\nuntil = 30.0\ngone = 0.34\nnoticed = 0.1\n"
+    cluster.write_text(CLUSTER + churn)
+    scenario = scenario_of(cluster)
+    assert scenario.noticed == 0.1
+    assert {f.kind for f in scenario.faults} == {"kill", "leave"}
+    command = [str(cluster), "--policies", "asp", "--seconds", "10"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "useful" in shown.output
+    (result,) = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert result["seconds"] == pytest.approx(10.0, abs=1.0)
+    assert 0.0 < result["useful_share"] < 1.0
+    assert result["repeated"] == 0

@@ -68,7 +68,8 @@ def test_a_run_and_its_simulation_make_the_same_calls(
     ran = actions[: actions.index(End()) + 1]
     actions.clear()
     one = SimWorker("w", BATCH, lambda b: 0.1 * b, micro_batch=PART)
-    simulate(Scenario((one,), local=bool(local)), policy, iterations=CLAIMS, pipeline=depth)
+    # With a timeline each micro-batch is an event of its own.
+    simulate(Scenario((one,), local=bool(local)), policy, iterations=CLAIMS, pipeline=depth, timeline=True)
     assert actions == ran
     again = replay(tmp_path / "journal")
     assert (again.differences, again.missing_events) == (0, 0), again.first
