@@ -33,11 +33,21 @@ from shaped import DEVICE, SERVER, missing, shaped
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples" / "ddp"))
 OVERHEAD, SPEEDUP, WIRE_BYTES = 0.03, 2.0, 0.27
+SMALL = 0.10  # the same, of a step of some 2 ms
 DEADLINE_SECONDS = 240
 PARTS = ("hook", "link", "devices")
-# Models of the hook's part: name, width, batch.
-ON_CPU = ("mlp", 1830, 256), ("convolutions", 512, 32)
-ON_GPU = ("mlp", 1830, 4096), ("torchvision:resnet50", 0, 64), ("transformers:gpt2", 0, 16)
+# Models of the hook's part: name, width, batch, threshold, and how many times the rounds.
+ON_CPU = (
+    ("mlp", 1830, 256, OVERHEAD, 1),
+    ("convolutions", 512, 32, OVERHEAD, 1),
+    ("mlp", 577, 16, SMALL, 10),
+    ("mlp", 577, 128, OVERHEAD, 4),
+)
+ON_GPU = (
+    ("mlp", 1830, 4096, OVERHEAD, 1),
+    ("torchvision:resnet50", 0, 64, OVERHEAD, 1),
+    ("transformers:gpt2", 0, 16, OVERHEAD, 1),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,8 +91,9 @@ def hook(options: argparse.Namespace) -> tuple[bool, str]:
     rows = [[*heading, "its thread's work"]]
     well = True
     cuda = options.device == "cuda"
-    for model, width, batch in ON_GPU if cuda else ON_CPU:
-        chosen = {"model": model, "width": max(16, round(width * options.size)), "pairs": options.pairs}
+    for model, width, batch, most, times in ON_GPU if cuda else ON_CPU:
+        chosen = {"model": model, "width": max(16, round(width * options.size))}
+        chosen["pairs"] = times * options.pairs
         more = {"batch": batch, "device": options.device}
         found = launch("hook", chosen | more, [[]] if cuda else [[], []])[0]
         seconds = found["seconds"]
@@ -92,10 +103,11 @@ def hook(options: argparse.Namespace) -> tuple[bool, str]:
         name = f"{model}, {found['parameters'] / 1e6:.1f} M"
         overheads = [f"{median(torchs):+.1%}", f"{median(ours):+.1%}", f"{low:+.1%} to {high:+.1%}"]
         thread = f"{median(ratios(seconds, 'pyps', 1)):+.1%}"
-        rows.append([name, str(batch), record.milliseconds(plain), *overheads, f"<= {OVERHEAD:.0%}", thread])
-        well = well and median(ours) <= OVERHEAD
+        rows.append([name, str(batch), record.milliseconds(plain), *overheads, f"<= {most:.0%}", thread])
+        well = well and median(ours) <= most
     setting = f"1 NCCL rank on {gpu()}" if cuda else "2 gloo ranks"
-    return well, f"{record.table(rows)}\n\n{options.pairs} rounds of each, {setting}, equal batches."
+    rounds = f"{options.pairs} rounds of each, more of small models"
+    return well, f"{record.table(rows)}\n\n{rounds}, {setting}, equal batches."
 
 
 def gpu() -> str:

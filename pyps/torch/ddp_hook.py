@@ -133,8 +133,7 @@ class DDPHook(WeightedHook):
         """DDP's communication hook: the bucket's weighted sum over all ranks."""
         buffer = bucket.buffer()
         if bucket.is_last():
-            for observe in self.on_ready:
-                observe()
+            self._ready()
         if self._squares is not None:
             if bucket.index() == 0:
                 self._squares.zero_()
@@ -194,6 +193,7 @@ class DDPHook(WeightedHook):
         """A backward pass is over. Raises InputError if its gradients are this rank's own, unreduced."""
         if self._is_reduced:
             self._is_reduced = False
+            self.waiting.over()
         elif weighed.kept or not self._ddp.require_backward_grad_sync:
             self.passes.keep(weighed)
         else:

@@ -239,11 +239,13 @@ class FSDPHook(WeightedHook):
     def _own_part_done(self) -> None:
         """The backward pass is over on this rank; FSDP2 has still to wait for its reductions."""
         if self._round is None or self._round.last:
-            for observe in self.on_ready:
-                observe()
+            self._ready()
+        else:
+            self.waiting.ready()
 
     def _pass_over(self, weighed: Pass) -> None:
         """So are these."""
+        self.waiting.over()
         is_reduced, self._factor = self._factor is not None, None
         if not is_reduced:
             self.passes.keep(weighed)

@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
@@ -42,7 +41,7 @@ from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.decisions import RankState, SplitDecision, SplitDecisions
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds, TrainedRounds
-from pyps.torch.waiting import OwnTime
+from pyps.torch.waiting import ComputeTimer
 from pyps.torch.weighted import WeightedHook
 
 UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
@@ -279,60 +278,6 @@ def _agreed_prior(
         error = refused
     consensus.agree(error)
     return prior, bounds
-
-
-class ComputeTimer:
-    """How long each step takes this rank, without the time that it waits for other ranks.
-
-    From the end of one step to the last gradient of the next: fetching data, forward and backward passes, all
-    micro-batches. What the hook counts as waiting in between is left out. Where the ranks have met before the
-    first forward pass, in a sum of their losses, say, they waited there: the time begins with the pass. On
-    CUDA it is the time between two events, read when both are done, so that no thread waits for the device.
-    """
-
-    def __init__(self, hook: WeightedHook) -> None:
-        self._waiting, self._group = hook.waiting, hook.group
-        self._began: Any = None
-        self._meetings: int | None = None  # of the ranks when the step began; None: its first pass has begun
-        self._pending: list[tuple[Any, OwnTime]] = []  # with a step's label
-        self._ended: OwnTime | None = None
-        hook.on_forward.append(self._forward)
-        hook.on_ready.append(self._ready)
-
-    def start(self) -> None:
-        """A step begins now."""
-        self._waiting.restart()
-        self._began, self._ended = self._waiting.mark(), None
-        self._meetings = self._met()
-
-    def finish(self, label: Any) -> None:
-        """The step is done. Its time gets the label, if it had a beginning and gradients."""
-        if self._ended is not None:
-            self._pending.append((label, self._ended))
-
-    def finished(self) -> list[tuple[Any, float]]:
-        """(label, seconds) of the steps whose time is known by now, each once."""
-        known = []
-        while self._pending and self._pending[0][1].known:
-            label, own = self._pending.pop(0)
-            known.append((label, own.seconds))
-        return known
-
-    def _met(self) -> int:
-        """How often ranks of the group, or all, have met."""
-        every: Any = self._group, dist.group.WORLD  # torch's types lack the method
-        return sum(group._get_sequence_number_for_group() for group in every if group is not None)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward(self) -> None:
-        before, self._meetings = self._meetings, None
-        if before is not None and self._met() != before:
-            self.start()
-            self._meetings = None
-
-    def _ready(self) -> None:
-        if self._began is not None:
-            self._ended = self._waiting.own(self._began, self._waiting.mark())
 
 
 Observer = Callable[[Rebalancer], None]

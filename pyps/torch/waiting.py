@@ -1,33 +1,48 @@
-"""Waiting: how long a rank waits for others within its steps. The rest is its own time.
+"""What a rank's steps take itself, without the time in which it waits for other ranks.
 
-Some collectives lie inside the forward and backward passes: FSDP2 gathers each layer's parameters there, and
-a slow rank holds up all others in the middle of their work. On a CPU the time of such a call is a clock's; on
-CUDA it lies between two events on the stream that waits.
+A rank waits in some collectives inside its forward and backward passes: FSDP2 gathers each layer's parameters
+there. It waits at the end of each backward pass, until its gradients are reduced; a step may have several (a
+GAN's). And it waits where the ranks meet between passes, in a sum of their losses, say. On a CPU the time of
+a wait is a clock's; on CUDA it lies between two events on the stream that waits.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pyps.torch.weighted import WeightedHook
 
 
 class Waiting:
-    """The time since restart() in calls that are counted(). measured: whether anything asks for it."""
+    """The waits of a process on a device, and the ends of its passes; all of its hooks share one.
+
+    timers: those that hear of them.
+    """
+
+    _on: ClassVar[dict[torch.device, Waiting]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        self.measured = False
+        self.timers: WeakSet[ComputeTimer] = WeakSet()
         self._device = device
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._sent: Any = None  # when this rank had all gradients of a pass whose reductions are not over
+
+    @classmethod
+    def on(cls, device: torch.device) -> Waiting:
+        """The one of that device."""
+        return cls._on.setdefault(device, cls(device))
 
     def mark(self) -> Any:
         """Now: seconds, or an event on the device's current stream."""
         if self._device.type != "cuda":
-            return time.perf_counter()
+            return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -35,31 +50,48 @@ class Waiting:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """What happens within is a wait."""
-        began = self.mark() if self.measured else None
+        began = self.mark() if self.timers and self._sent is None else None
         try:
             yield
         finally:
             if began is not None:
-                ended = self.mark()
-                if self._device.type == "cuda":
-                    self._events.append((began, ended))
-                else:
-                    self._seconds += ended - began
+                self._waited(began)
 
-    def restart(self) -> None:
-        """Forget what was counted."""
-        self.measured, self._seconds, self._events = True, 0.0, []
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self) -> None:
+        """A forward pass begins that counts."""
+        self._sent = None  # else of a backward pass that failed
+        for timer in self.timers:
+            timer.forward()
 
-    def own(self, began: Any, ended: Any) -> OwnTime:
-        """The time between two marks, less what was counted so far."""
-        return OwnTime(began, ended, self._seconds, list(self._events))
+    def ready(self) -> None:
+        """This rank has all gradients of a pass; what follows until over() is a wait. A pass through several
+        models has it several times, and the last one counts.
+        """
+        if self.timers:
+            self._sent = self.mark()
+            for timer in self.timers:
+                timer.ready(self._sent)
+
+    def over(self) -> None:
+        """They are reduced."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._waited(sent)
+            for timer in self.timers:
+                timer.over()
+
+    def _waited(self, began: Any) -> None:
+        ended = self.mark()
+        for timer in self.timers:
+            timer.waited(began, ended)
 
 
 class OwnTime:
     """A rank's own part of a step; on CUDA its seconds are known when the events are over."""
 
-    def __init__(self, began: Any, ended: Any, waited: float, events: list[tuple[Any, Any]]) -> None:
-        self._began, self._ended, self._waited, self._events = began, ended, waited, events
+    def __init__(self, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> None:
+        self._began, self._ended, self._waits = began, ended, waits
 
     @property
     def known(self) -> bool:
@@ -67,7 +99,73 @@ class OwnTime:
 
     @property
     def seconds(self) -> float:
-        if isinstance(self._ended, float):
-            return float(self._ended - self._began - self._waited)
-        waited = sum(a.elapsed_time(b) for a, b in self._events)
-        return float(self._began.elapsed_time(self._ended) - waited) / 1000
+        return _between(self._began, self._ended) - sum(_between(*wait) for wait in self._waits)
+
+
+def _between(began: Any, ended: Any) -> float:
+    return float(ended - began) if isinstance(ended, float) else float(began.elapsed_time(ended)) / 1000
+
+
+class ComputeTimer:
+    """How long each step takes this rank, without the time that it waits for other ranks.
+
+    From the end of one step to the last gradient of the next: fetching data, forward and backward passes of
+    all models with a hook, all micro-batches. Waits in between are left out. So is a stretch between passes
+    in which the ranks have met. On CUDA times lie between events, and are read when these are over, so that
+    no thread waits for the device.
+    """
+
+    def __init__(self, hook: WeightedHook) -> None:
+        self._waiting, self._hook = hook.waiting, hook
+        self._began: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._between: tuple[Any, int] | None = None  # passes: since when, and how often ranks had met then
+        self._pending: list[tuple[Any, OwnTime]] = []  # with a step's label
+        self._ended: OwnTime | None = None
+        self._waiting.timers.add(self)
+
+    def start(self) -> None:
+        """A step begins now."""
+        self._began, self._ended, self._waits = self._waiting.mark(), None, []
+        self._between = self._began, self._hook.meetings()
+
+    def finish(self, label: Any) -> None:
+        """The step is done. Its time gets the label, if it had a beginning and gradients."""
+        if self._ended is not None:
+            self._pending.append((label, self._ended))
+        self._began = None
+
+    def finished(self) -> list[tuple[Any, float]]:
+        """(label, seconds) of the steps whose time is known by now, each once."""
+        known = []
+        while self._pending and self._pending[0][1].known:
+            label, own = self._pending.pop(0)
+            known.append((label, own.seconds))
+        return known
+
+    def forward(self) -> None:
+        """As Waiting's."""
+        between, self._between = self._between, None
+        if between is not None and self._hook.meetings() != between[1]:
+            self.waited(between[0], self._waiting.mark())
+
+    def ready(self, mark: Any) -> None:
+        """As Waiting's."""
+        if self._began is not None:
+            self._ended = OwnTime(self._began, mark, list(self._waits))
+
+    def over(self) -> None:
+        """As Waiting's."""
+        if self._began is not None:
+            self._between = self._waiting.mark(), self._hook.meetings()
+
+    def waited(self, began: Any, ended: Any) -> None:
+        """A wait of this rank."""
+        if self._began is not None:
+            self._waits.append((began, ended))
+
+
+def meetings_of(*groups: dist.ProcessGroup | None) -> int:
+    """How often the ranks of these groups have met."""
+    every: Any = groups  # torch's types lack the method
+    return sum(group._get_sequence_number_for_group() for group in every if group is not None)

@@ -18,7 +18,7 @@ from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
-from pyps.torch.waiting import Waiting
+from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import note_weights, rows_of
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()
@@ -42,9 +42,8 @@ class WeightedHook(ABC):
 
     group, device: of the ranks with samples of their own, and of the gradients. peers: the ranks with the
     same samples, such as a tensor-parallel group; None if there are none. passes: what was computed since the
-    last reduction. on_forward: functions called before each forward pass that counts. on_ready: the same,
-    when this rank has the last gradient of a round, before it is sent. waiting: the time in a step that is
-    not this rank's own. scaler: the GradScaler in use.
+    last reduction. on_ready: functions called when this rank has the last gradient of a round, before it is
+    sent. waiting: the time in a step that is not this rank's own. scaler: the GradScaler in use.
     """
 
     passes: Passes
@@ -65,15 +64,15 @@ class WeightedHook(ABC):
         self.group, self.device, self.reduction, self.scaler = group, device, reduction, scaler
         self._parameters = parameters_of(model)
         self.peers, self._compared = peers_of(self._parameters, group), False
-        self.on_forward: list[Callable[[], None]] = []
         self.on_ready: list[Callable[[], None]] = []
-        self.waiting = Waiting(device)
+        self.waiting = Waiting.on(device)
         for layer in model.modules():
             if isinstance(layer, UnevenSyncBatchNorm):
                 layer.waits = self.waiting.counted
-        if dist.get_world_size(group) > 1 and dist.get_rank(group) == 0 and sees_own_batch_alone(model):
+        rank, ranks = group.rank(), group.size()
+        if ranks > 1 and rank == 0 and sees_own_batch_alone(model):
             warnings.warn(OWN_BATCHES, stacklevel=4)
-        self.lockstep = Lockstep(dist.get_rank(group), dist.get_world_size(group), sampler)
+        self.lockstep = Lockstep(rank, ranks, sampler)
         self._sampler, self._count, self._model = sampler, count, model
         self.counts = sampler is not None  # whether each gradient is one more trained round of the sampler
         self._trained = None if sampler is None else TrainedRounds(sampler)
@@ -99,6 +98,10 @@ class WeightedHook(ABC):
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of the model."""
         return iter(self._parameters)
+
+    def meetings(self) -> int:
+        """How often the ranks of the group, or all, have met."""
+        return meetings_of(self.group, dist.group.WORLD)
 
     def set_weight(self, weight: Any) -> None:
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
@@ -176,8 +179,7 @@ class WeightedHook(ABC):
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if _suspended or not torch.is_grad_enabled():
             return
-        for observe in self.on_forward:
-            observe()
+        self.waiting.forward()
         self.lockstep.compare()
 
         def weight() -> Any:
@@ -200,6 +202,12 @@ class WeightedHook(ABC):
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
         if not torch.compiler.is_compiling() and not _suspended and torch.is_grad_enabled():
             self.passes.apart(output, lambda: None if self._count else rows_of((args, kwargs)))
+
+    def _ready(self) -> None:
+        """This rank has the last gradient of a round."""
+        for observe in self.on_ready:
+            observe()
+        self.waiting.ready()
 
     def _count_round(self) -> None:
         if self.counts and self._trained is not None:

@@ -32,7 +32,7 @@ from pyps.torch import (
     weighting,
 )
 from pyps.torch.consensus import Consensus
-from pyps.torch.rebalance import ComputeTimer
+from pyps.torch.waiting import ComputeTimer
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
 
@@ -148,6 +148,33 @@ def timed(
     assert [step for step, _ in finished] == list(range(steps))
     assert timer.finished() == []
     return [seconds for _, seconds in finished]
+
+
+def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: bool) -> list[float]:
+    """The same for a GAN's step, whose two reductions rank 0 is late for. meets: and for a sum in between."""
+    makes, judges = (
+        DistributedDataParallel(model.to(DEVICE), process_group=group)
+        for model in (nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    )
+    timer = ComputeTimer(weighted_hook(makes))
+    weighted_hook(judges)
+    late = slow_seconds / 2 if dist.get_rank(group) == 0 else 0.0
+    for step in range(steps):
+        timer.start()
+        made = makes(torch.ones(2, 4, device=DEVICE))
+        time.sleep(late)
+        loss = judges(torch.ones(2, 8, device=DEVICE)).mean() - judges(made.detach()).mean()
+        loss.backward()
+        if meets:
+            time.sleep(late)
+            dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
+        fools = judges(made).mean()
+        time.sleep(late)
+        fools.backward()
+        timer.finish(step)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return [seconds for _, seconds in timer.finished()]
 
 
 def store_is_gone(group: dist.ProcessGroup) -> list[str]:

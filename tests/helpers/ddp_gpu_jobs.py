@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyps.torch
 from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
 from pyps.torch import ddp_hook as hook_module
-from pyps.torch.rebalance import ComputeTimer
+from pyps.torch.waiting import ComputeTimer
 
 GPU = torch.device("cuda")
 BUSY_CYCLES = 2_000_000  # a millisecond or so

@@ -29,8 +29,8 @@ from pyps.torch import (
     check_gradient,
     weighted_hook,
 )
-from pyps.torch.rebalance import ComputeTimer
 from pyps.torch.schedule import micro_batches
+from pyps.torch.waiting import ComputeTimer
 
 LENGTH = 46  # of the data set of the runs that stop and go on: the last round of an epoch is short
 

@@ -215,6 +215,14 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed:
     assert min(quick) < 0.1
 
 
+@pytest.mark.timed
+@pytest.mark.parametrize("meets", [False, True])
+def test_the_waits_of_a_gan_s_two_reductions_are_not_own_time(ranks: Ranks, meets: bool) -> None:
+    slow, quick = ranks.run(2, jobs.timed_gan, 0.1, 4, meets)
+    assert min(slow) >= 0.1
+    assert min(quick) < 0.05
+
+
 def test_a_store_that_ends_after_the_last_step_is_no_error_but_before_another(ranks: Ranks) -> None:
     assert ranks.run(2, jobs.store_is_gone) == [["", "Connection reset by peer"]] * 2
 

@@ -1,0 +1,303 @@
+"""UnevenReplica: uneven batches under torchft, where replicas die and come back and nothing restarts.
+
+    replica = UnevenReplica(manager, network, dataset, 96)
+    optimizer = torchft.Optimizer(manager, torch.optim.SGD(network.parameters(), lr=0.05))
+    while replica.epoch < 10:
+        optimizer.zero_grad()                           # torchft: the step's quorum
+        inputs, targets = replica.batch()
+        loss(replica.model(inputs), targets).backward()
+        optimizer.step()                                # torchft: committed, or not
+        replica.step()
+
+Each step's samples are shared among the replicas of its quorum; their sum stays the global batch. The
+gradient is that of the mean over all of them. Samples move to the replicas that are fast. Where the data
+stand is a position in the epoch. All replicas share it, as they share the parameters: a replica that comes
+gets both from the others. The samples of a step that was not committed come again, so each is trained once
+an epoch.
+
+All replicas decide alike: before a step in which one of them asks for it, each tells the others what it knows
+of its device, and computes the same split from what all have said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from pyps.errors import Infeasible, InputError
+from pyps.formats import MAX_BATCH, Profile
+from pyps.solver.costs import Line
+from pyps.solver.online.balancer import Balancer, Rules
+from pyps.solver.online.decide import Split, SplitChange, best_split
+from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
+from pyps.solver.online.prior import prior_of
+from pyps.solver.online.state import ReadingMessage
+from pyps.torch.replica_hook import ReplicaHook
+from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import proportional_split, round_sizes
+from pyps.torch.waiting import ComputeTimer
+
+WARM_UP = 2  # first steps of a process that are not measured
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a replica tells the others before they decide.
+
+    joined: whether it has no split that holds: it, or others, came or went, or its last step failed. known:
+    whether anything is known of its device. level, corrected: as a Balancer's, at the last change.
+    """
+
+    joined: bool
+    known: bool
+    reading: ReadingMessage
+    level: float = 1.0
+    corrected: bool = False
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The split; what changed, if the same replicas go on; whether that corrected the split."""
+
+    split: Split
+    change: SplitChange | None = None
+    corrected: bool = False
+
+
+def decided(global_batch: int, said: Sequence[Said], rules: Rules, step: int) -> Decided:
+    """The split of the global batch by what all replicas said, the same on each. Raises Infeasible."""
+    readings = [one.reading.reading() for one in said]
+    if any(one.joined for one in said):
+        return Decided(_shared(global_batch, said, readings))
+    split = tuple(reading.batch for reading in readings)
+    balancer = Balancer([], split, rules)
+    balancer.levels = [one.level for one in said]
+    balancer.corrected = any(one.corrected for one in said)
+    change, _ = balancer.decide_read(readings, step)
+    return Decided(split if change is None else change.after, change, balancer.corrected)
+
+
+def _shared(global_batch: int, said: Sequence[Said], readings: Sequence[DeviceReading]) -> Split:
+    """The split among replicas of which one came or went. A device of which nothing is known counts as the
+    median of the others. What does not fit at once is computed in micro-batches.
+    """
+    bounds = [reading.bounds for reading in readings]
+    least, multiples = [b.least_multiple for b in bounds], [b.multiple for b in bounds]
+    each = max(1, round(global_batch / len(said)))
+    rates = [r.estimate.cost.seconds(each) / each for r, one in zip(readings, said, strict=True) if one.known]
+    usual = Line(0.0, median(rates) if rates else 1.0)
+    costs = [r.estimate.cost if one.known else usual for r, one in zip(readings, said, strict=True)]
+    passes, most = 1, [bound.most for bound in bounds]
+    while True:
+        try:
+            return best_split(
+                global_batch, costs, least, [min(passes * m, MAX_BATCH) for m in most], True, multiples
+            )
+        except Infeasible:
+            if passes * sum(most) >= global_batch:
+                raise
+            passes += 1
+
+
+class UnevenReplica:
+    """A replica's model, data and step. manager: its torchft.Manager, of one process a replica.
+
+    model: the network, on its device. The replica's `model` is what trains it.
+    dataset: with a length; shuffled, each sample once an epoch.
+    global_batch: the samples of a step, of all replicas together.
+    profile, max_batch: of this replica's device, as in Rebalancer. A larger batch comes in `parts`.
+    rebalance: whether samples move for speed, not only as replicas come and go.
+    window, deadband: as in Rebalancer. seed, drop_last: as in UnevenBatchSampler.
+    count, reduction: as in weighted_hook. loading: of the DataLoader, such as num_workers and collate_fn.
+
+    `epoch` and `position` say where the data stand, `split` and `batch_size` what was agreed last, `history`
+    which changes were made for speed. Give all replicas the same data set, seed and global batch. Raises
+    InputError for a dataset without a length and a model with UnevenSyncBatchNorm.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        model: torch.nn.Module,
+        dataset: Dataset[Any],
+        global_batch: int,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_batch: int | None = None,
+        rebalance: bool = True,
+        window: int = 5,
+        deadband: float = 0.03,
+        seed: int = 0,
+        drop_last: bool = False,
+        count: Callable[..., Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        **loading: Any,
+    ) -> None:
+        if not isinstance(dataset, Sized):
+            raise InputError("UnevenReplica", "dataset", type(dataset).__name__, "one with a length")
+        self.manager, self.global_batch = manager, global_batch
+        # Buckets that torch cut anew after the first step would differ on a replica that comes later.
+        whole: dict[str, Any] = {"find_unused_parameters": True, "process_group": alone()}
+        self.model = DistributedDataParallel(model, **whole)
+        self.hook = ReplicaHook(self.model, manager, count, reduction)
+        self.split: Split = ()
+        self.history: list[SplitChange] = []
+        self._dataset, self._loading, self._drop_last = dataset, loading, drop_last
+        self._state = UnevenBatchSampler(len(dataset), [1], 0, seed=seed).state_dict()
+        prior, most = prior_of(profile)
+        self._device = BalancedDevice(prior, Bounds(1, min(most, max_batch or MAX_BATCH), required=True))
+        self._timer = ComputeTimer(self.hook)
+        self._rules, self._moves = Rules(window=window, deadband=deadband, rests=False), rebalance
+        self._at: tuple[int, int] | None = None  # this replica's place in the quorum that the split is for
+        self._step, self._since, self._timed = -1, 0, 0
+        self._asks, self._level, self._corrected = False, 1.0, False
+        self._done = 0  # rounds since this sampler began
+        self._sampler: UnevenBatchSampler | None = None
+        self._batches: Iterator[Any] = iter(())
+        manager.register_state_dict_fn("pyps", self.load_state_dict, self.state_dict)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step."""
+        return int(self._state["epoch"])
+
+    @property
+    def position(self) -> int:
+        """The samples of that epoch that were trained."""
+        return int(self._state["position"])
+
+    @property
+    def batch_size(self) -> int:
+        """This replica's samples of the step."""
+        return self.hook.rows
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches in which the batch fits the device: for replica.hook.accumulate(batch, parts)."""
+        return max(1, -(-self.batch_size // self._device.bounds.most))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand. torchft gives it to replicas that come; put it into checkpoints, too."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there. Raises InputError for the state of another data set."""
+        UnevenBatchSampler(len(self._dataset), [1], 0).load_state_dict(state)
+        self._state, self._at = dict(state), None
+
+    def batch(self) -> Any:
+        """This replica's samples of the step, once its quorum is there, as a DataLoader collates them."""
+        rank, replicas = self.manager.participating_rank(), self.manager.num_participants()
+        self._step = self.manager.current_step()
+        here = None if rank is None else (rank, replicas)
+        if self._agree(here) or self._sampler is None:
+            self._begin(here)
+        self._timer.start()
+        found = next(self._batches)
+        assert self._sampler is not None
+        samples = self._sampler.round_samples(self._done)
+        assert samples is not None
+        self.hook.expected, self.hook.rows = (0 if here is None else samples[0]), samples[1]
+        return found
+
+    def step(self) -> bool:
+        """Call it after the optimizer's step: whether that was committed. If not, its samples come again."""
+        done = self.manager.current_step() > self._step
+        self._timer.finish(self.hook.rows if done and self.hook.trained == self.global_batch else None)
+        for batch, seconds in self._timer.finished():
+            self._timed += 1
+            if batch is not None and self._timed > WARM_UP and not self.hook.idle:
+                self._device.hear(batch, seconds)
+        self._asks = self._moves and self._device.tells(self._rules.window)
+        if not done:
+            self._at = None
+            return False
+        self._since, self._done = self._since + 1, self._done + 1
+        self._advance(self.hook.trained)
+        return True
+
+    def _advance(self, samples: int) -> None:
+        """So many samples were trained by all replicas."""
+        position, left = self.position + samples, self._state["length"] - self.position - samples
+        everything = (self.global_batch,)  # at the end of an epoch no split matters
+        if left < 1 or not round_sizes(left, everything, drop_last=self._drop_last):
+            self._state = {**self._state, "epoch": self.epoch + 1, "position": 0}
+            self._sampler = None
+        else:
+            self._state = {**self._state, "position": position}
+
+    def _agree(self, here: tuple[int, int] | None) -> bool:
+        """Whether the step has another split than the one before. here: this replica's place among how many;
+        None: it only looks on, until it has the others' state.
+        """
+        joined = here is None or here != self._at
+        due = self._moves and self._since >= self._rules.window
+        asked = torch.tensor([float(joined or due or self._asks)], device=self.hook.device)
+        if self.hook.sum(asked) and not bool(asked) and here is not None:
+            return False
+        said = self._exchanged(here, joined) if bool(asked) else None
+        if said is None or here is None:  # or a replica is gone; the step will not be committed
+            equal = (1,) * self.manager.num_participants()
+            self._at, self.split = None, proportional_split(self.global_batch, equal)
+            return True
+        found = decided(self.global_batch, said, self._rules, self._step)
+        changed = joined or found.split != self.split
+        self.split, self._at, self._since = found.split, here, 0
+        if changed:
+            self._level, self._corrected = said[here[0]].reading.level, found.corrected
+        if found.change is not None:
+            self.history.append(found.change)
+        return changed
+
+    def _exchanged(self, here: tuple[int, int] | None, joined: bool) -> list[Said] | None:
+        """What each replica of the step says; None if one is gone."""
+        message = b"" if here is None else self._message(here, joined)
+        rank, replicas = here or (0, self.manager.num_participants())
+        lengths = torch.zeros(replicas, dtype=torch.int64, device=self.hook.device)
+        lengths[rank] = len(message)
+        if not self.hook.sum(lengths):
+            return None
+        ends = lengths.cumsum(0).tolist()
+        every = torch.zeros(ends[-1], dtype=torch.uint8)
+        if message:
+            start = ends[rank] - len(message)
+            every[start : ends[rank]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        every = every.to(self.hook.device)
+        if not self.hook.sum(every):
+            return None
+        raw, starts = bytes(every.tolist()), [0, *ends]
+        return [msgspec.json.decode(raw[a:b], type=Said) for a, b in zip(starts, ends, strict=False)]
+
+    def _message(self, here: tuple[int, int], joined: bool) -> bytes:
+        own = max(1, self.batch_size) if joined else self.split[here[0]]
+        reading = self._device.read(self._rules.window, self._since < self._rules.window, own, own)
+        online = self._device.online
+        known = online.profiled or bool(online.known)
+        found = ReadingMessage.of(replace(reading, batch=own))
+        return msgspec.json.encode(Said(joined, known, found, self._level, self._corrected))
+
+    def _begin(self, here: tuple[int, int] | None) -> None:
+        """Draw from the position on by the split. A replica that gets no sample computes without effect."""
+        left = self._state["length"] - self.position
+        split = self.split if left >= len(self.split) else (1,) * left
+        rank = min(here[0] if here else 0, len(split) - 1)
+        self.hook.idle = here is None or here[0] > rank
+        length: int = self._state["length"]
+        self._sampler = UnevenBatchSampler(length, split, rank, drop_last=self._drop_last)
+        self._sampler.load_state_dict(self._state)
+        self._done = 0
+        self._batches = iter(DataLoader(self._dataset, batch_sampler=self._sampler, **self._loading))
+
+
+def alone() -> Any:
+    """A process group of this replica: DDP's own messages go nowhere."""
+    from torchft.process_group import ProcessGroupDummy
+
+    return ProcessGroupDummy(0, 1)
