@@ -12,16 +12,23 @@
 static const struct kernels *chosen;
 
 #if defined(__x86_64__)
-static bool has_f16c(void) { /* __builtin_cpu_supports of clang before 15 lacks this name */
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+/* What this processor has, and whether the system keeps its wide registers. Not by __builtin_cpu_supports, which is false
+ * for all in programs of zig cc, as in the wheels. */
+static bool has(unsigned of_leaf_7, uint64_t registers) {
+    unsigned a, b, c, d, kept, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_F16C)) return false;
+    __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    if ((kept & registers) != registers) return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & of_leaf_7) == of_leaf_7;
 }
+
+enum { YMM = 0x06, ZMM = 0xe6 }; /* XCR0: the states of xmm and ymm; also of opmask and zmm */
 #endif
 
 static bool supported(const struct kernels *k) {
 #if defined(__x86_64__)
-    if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && has_f16c();
-    if (k == &kernels_avx512) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    if (k == &kernels_avx2) return has(bit_AVX2, YMM);
+    if (k == &kernels_avx512) return has(bit_AVX512F | bit_AVX512BW, ZMM);
 #endif
 #if defined(__aarch64__)
     if (k == &kernels_neon) return true; /* every 64-bit Arm has it */

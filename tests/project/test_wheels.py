@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import programs
 import pytest
+
+from pyps import native
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -115,15 +118,32 @@ def cross_compiler() -> list[str]:
     return []
 
 
+def kernels(folder: Path, compiler: list[str]) -> Path:
+    """The test program of the kernels, which prints whose it has used."""
+    sources = [programs.C / "kernels.c", *sorted((programs.CSRC / "kernels").glob("*.c"))]
+    sources.append(programs.CSRC / "error.c")
+    program = folder / "kernels"
+    flags = [*programs.FLAGS, "-O2", *map(str, sources), "-o", str(program), "-lm"]
+    subprocess.run([*compiler, *flags], check=True)
+    return program
+
+
+@pytest.mark.thorough
+def test_the_wheels_compiler_finds_what_the_processor_has(tmp_path: Path) -> None:
+    """What is scalar in the wheel alone is right, and slow."""
+    if not importlib.util.find_spec("ziglang"):
+        pytest.skip("needs zig (the extra `wheels` has it)")
+    target = f"{platform.machine()}-linux-gnu.2.17"
+    program = kernels(tmp_path, [sys.executable, "-m", "ziglang", "cc", "-target", target])
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{native.isa()}\n"), done.stdout + done.stderr
+
+
 @pytest.mark.thorough
 def test_the_neon_kernels_have_the_scalar_bits(tmp_path: Path) -> None:
     compiler = cross_compiler()
     if not compiler or not shutil.which(EMULATOR):
         pytest.skip(f"needs a C compiler for aarch64 (the extra `wheels` has one) and {EMULATOR}")
-    sources = [programs.C / "kernels.c", *sorted((programs.CSRC / "kernels").glob("*.c"))]
-    sources.append(programs.CSRC / "error.c")
-    program = tmp_path / "kernels"
-    flags = [*programs.FLAGS, "-O2", *map(str, sources), "-o", str(program), "-lm"]
-    subprocess.run([*compiler, *flags], check=True)
+    program = kernels(tmp_path, compiler)
     done = subprocess.run([EMULATOR, str(program)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "neon\n"), done.stdout + done.stderr
