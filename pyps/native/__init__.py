@@ -45,6 +45,7 @@ MAX_COMPUTE_SECONDS = 1e9
 AVERAGED = 1  # PYPS_AVERAGED
 STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
 raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
+ROUNDINGS, NON_FINITES = get_args(Rounding), get_args(NonFinite)  # as C counts them
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
 
 Pointer = NewType("Pointer", object)
@@ -146,14 +147,9 @@ def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
     c.base_version = (
         0 if push.base_version is None else 1 + unsigned(what, "base_version", push.base_version, 63)
     )
-    if not 0.0 <= push.compute_seconds <= MAX_COMPUTE_SECONDS:
-        raise InvalidArgument(what, f"compute_seconds: found {push.compute_seconds}; expected at least 0")
-    c.compute_nanoseconds = round(push.compute_seconds / NANOSECOND)
-    for name in ("cost_seconds", "data_seconds"):
-        seconds = getattr(push, name)
-        if not 0.0 <= seconds <= MAX_COMPUTE_SECONDS:
-            raise InvalidArgument(what, f"{name}: found {seconds}; expected at least 0")
-        setattr(c, name.replace("seconds", "nanoseconds"), round(seconds / NANOSECOND))
+    c.compute_nanoseconds = _nanoseconds(what, "compute_seconds", push.compute_seconds)
+    c.cost_nanoseconds = _nanoseconds(what, "cost_seconds", push.cost_seconds)
+    c.data_nanoseconds = _nanoseconds(what, "data_seconds", push.data_seconds)
     c.position = unsigned(what, "position", push.position, 64)
     c.ranges, c.range_count = ranges = c_ranges(push.ranges)
     c.looked, c.looked_count = looked = c_ranges(push.looked)
@@ -162,7 +158,7 @@ def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
     setattr(c, "as", given)
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
-    c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
+    c.rounding, c.nonfinite = ROUNDINGS.index(how.rounding), NON_FINITES.index(how.nonfinite)
     return c, (constants, gradient, base_params, ranges, looked, given)
 
 
@@ -204,8 +200,10 @@ def hyper_array(hyper: Sequence[Hyper | None]) -> Any:
     return constants
 
 
-def _position(kinds: Any, name: str) -> int:
-    return get_args(kinds).index(name)
+def _nanoseconds(what: str, name: str, seconds: float) -> int:
+    if not 0.0 <= seconds <= MAX_COMPUTE_SECONDS:
+        raise InvalidArgument(what, f"{name}: found {seconds}; expected at least 0")
+    return round(seconds / NANOSECOND)
 
 
 def encoded_bytes(codec: Codec, count: int) -> int:
@@ -223,7 +221,7 @@ def encode(
 ) -> EncodeCounts:
     c, r = ffi.new("pyps_encode_args *"), ffi.new("pyps_encode_result *")
     c.size, c.codec, c.seed, c.scale = ffi.sizeof("pyps_encode_args"), how.codec, how.seed, scale
-    c.rounding, c.nonfinite = _position(Rounding, how.rounding), _position(NonFinite, how.nonfinite)
+    c.rounding, c.nonfinite = ROUNDINGS.index(how.rounding), NON_FINITES.index(how.nonfinite)
     c.first = unsigned("encode", "first", first, 64)
     kept = ffi.NULL if residual is None else ffi.from_buffer("float[]", residual)
     left = ffi.NULL

@@ -12,9 +12,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pyps.errors import InputError
 
+OWN_HOOKS = 2  # of each optimizer
 OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -73,9 +75,12 @@ class OptimizerSteps:
     def call(self, scaler: Any = None) -> bool:
         """Call step() with no gradients left; False if the scaler found some that were not finite.
 
-        A GradScaler calls step() only if all gradients were finite.
+        A GradScaler calls step() only if all gradients were finite. Without gradients, and where nothing
+        sees the call, none is made: torch's takes longer than all that a small push does.
         """
-        self._check_stored()
+        is_empty = self._check_stored()
+        if is_empty and scaler is None and not self._is_watched():
+            return True
         self._allowed, self._stepped = True, False
         try:
             if scaler is None:
@@ -89,15 +94,28 @@ class OptimizerSteps:
     def _note(self, *_: Any) -> None:
         self._stepped = True
 
-    def _check_stored(self) -> None:
+    def _is_watched(self) -> bool:
+        """Whether a scheduler or a hook other than ours sees calls of step()."""
+        one: Any = self._optimizer
+        hooks = len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks)
+        everywhere = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+        return "step" in vars(one) or hooks + everywhere > OWN_HOOKS
+
+    def _check_stored(self) -> bool:
+        """Whether there are no gradients."""
+        is_empty = True
         for k, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
-                if p.grad is not None and p.numel() and id(p) not in self._stored:
+                if p.grad is None:
+                    continue
+                is_empty = False
+                if p.numel() and id(p) not in self._stored:
                     found = f"a gradient of a parameter of shape {list(p.shape)} that is not in the store"
                     expected = (
                         "in the optimizer, with requires_grad, when attach() is called (with lr 0 until then)"
                     )
                     raise InputError("step", f"optimizer.param_groups[{k}]", found, expected)
+        return is_empty
 
     def _check_caller(self, *_: Any) -> None:
         if not self._allowed:
