@@ -49,6 +49,10 @@ class Device:
         return hook
 
 
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=float(os.environ["LR"]), weight_decay=0.0)
+
+
 def every_step(
     batches: list[int],
     sample_seconds: list[float],
@@ -59,13 +63,13 @@ def every_step(
     wire: str = "",
 ) -> None:
     """A rank of DDP; plain without a wire. Rank 0 prints [seconds, samples, held-out loss], about every so
-    many samples, the seconds that a step takes and the parameters that travel, as JSON.
+    many samples, the seconds that a step takes and the parameters that travel, as JSON. Ends the process.
     """
     dist.init_process_group("gloo")
     rank, whole = dist.get_rank(), sum(batches)
     training, held_out = documentation()
     model = model_of(seed, full)
-    optimizer = torch.optim.AdamW(trained(model), lr=float(os.environ["LR"]))
+    optimizer = adamw(model)
     ddp = DistributedDataParallel(model)
     if wire:
         weighted_hook(ddp, wire=wire)
@@ -95,13 +99,14 @@ def every_step(
                 curve.append((at, done, float(loss_of(model, held_out))))
         travel = sum(p.numel() for p in trained(model))
         print(json.dumps({"curve": curve, "step_seconds": seconds, "travel": travel}), flush=True)
+    os._exit(0)  # torch may wait for ever, or abort, while DDP and its threads are torn down
 
 
 def through_the_store(seed: int) -> None:
     """A worker, with local steps or a push each step, as planned."""
     training, _ = documentation()
     model = model_of(seed)
-    optimizer = torch.optim.AdamW(trained(model), lr=float(os.environ["LR"]))
+    optimizer = adamw(model)
     with pyps.join() as worker:
         more = {}
         if worker.settings.local_steps:
@@ -118,6 +123,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) > 1:
         every_step(**json.loads(sys.argv[1]))
-        sys.stdout.flush()
-        os._exit(0)  # torch's own threads may abort a process while its interpreter is torn down
     through_the_store(int(os.environ["MODEL_SEED"]))

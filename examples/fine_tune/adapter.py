@@ -4,7 +4,7 @@
     pyps-plan cluster.toml -o plan.json                     # [run] codec = "int8", local_steps = 10
     pyps run --plan plan.json --samples 2000 --connect ADDRESS --ranks 0 adapter.py     # on each host
 
-Rank 0 prints how much of the model travels, and the loss.
+Rank 0 prints how much of the model travels, and the loss, and writes the adapter as PEFT does, into adapter/.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
             travels = sum(p.numel() for p in model.parameters() if p.requires_grad)
             every = sum(p.numel() for p in model.parameters())
             print(f"{travels} of {every} parameters travel; loss {loss:.4f}")
+            model.save_pretrained("adapter")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_script
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "fine_tune"
@@ -61,33 +63,54 @@ def test_the_example_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert float(reward) > 0.5  # 0.1 at first
 
 
+def test_a_loop_of_diffusers() -> None:
+    """UnevenAccelerator with six images on one rank and two on the other, in float64."""
+    pytest.importorskip("diffusers")
+    script = ROOT / "tests" / "helpers" / "diffusion_train.py"
+    said = run_script(script, 2, **OFFLINE, **ONE_THREAD)
+    (worst,) = re.findall(r"^(\S+) off, batches of \{6\}", said, re.MULTILINE)
+    assert float(worst) < 1e-12
+
+
 def test_only_the_adapter_travels(tmp_path: Path) -> None:
+    """Into PEFT's file goes what the run's own holds."""
+    peft = pytest.importorskip("peft")
+    assert "512 of 15392 parameters travel" in through_the_store(EXAMPLES / "adapter.py", tmp_path)
+    sys.path.insert(0, str(EXAMPLES))
+    from sft import network
+
+    again = dict(peft.PeftModel.from_pretrained(network(), str(tmp_path / "adapter")).named_parameters())
+    stored = load_file(tmp_path / "run" / "model.safetensors")
+    assert sum(values.numel() for values in stored.values()) == 512
+    for name, values in stored.items():
+        assert torch.equal(again[name], values), name
+
+
+def test_the_base_may_be_in_four_bits(tmp_path: Path) -> None:
+    """QLoRA, on a CPU."""
     pytest.importorskip("peft")
-    pytest.importorskip("trl")
+    pytest.importorskip("bitsandbytes")
+    said = through_the_store(ROOT / "tests" / "helpers" / "qlora_train.py", tmp_path)
+    first, last = map(float, re.findall(r"loss (\S+), then (\S+)", said)[0])
+    assert last < 0.8 * first
+
+
+def through_the_store(script: Path, folder: Path) -> str:
+    """What two workers of speeds 4 and 1 print, with local steps and int8."""
     programs = Path(sys.executable).parent
     for name, speed in (("a", 4), ("b", 1)):
         points = [{"batch": b, "seconds": b * 0.001 / speed} for b in (1, 4, 16)]
         known = {"device": {"name": name}, "model": {"name": "lora"}, "points": points}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"schema": "pyps.profile/1", **known}))
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    for words in (
-        ["pyps-plan", "cluster.toml", "-o", "plan.json"],
-        [
-            "pyps",
-            "run",
-            "--plan",
-            "plan.json",
-            "--samples",
-            "400",
-            "--run-dir",
-            "run",
-            str(EXAMPLES / "adapter.py"),
-        ],
-    ):
+        (folder / f"{name}.json").write_text(json.dumps({"schema": "pyps.profile/1", **known}))
+    (folder / "cluster.toml").write_text(CLUSTER)
+    run = ["pyps", "run", "--plan", "plan.json", "--samples", "400", "--run-dir", "run", str(script)]
+    said = ""
+    for words in (["pyps-plan", "cluster.toml", "-o", "plan.json"], run):
         command = [sys.executable, str(programs / words[0]), *words[1:]]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "512 of 15392 parameters travel" in done.stdout
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+        said = done.stdout
+        assert done.returncode == 0, said + done.stderr
+    return said
 
 
 CLUSTER = """
