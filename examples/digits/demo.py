@@ -43,7 +43,6 @@ LEAST_SLOWDOWN = 2.5  # of the first device; four of them must fit on two cores
 STEP_SECONDS = 0.100  # of the planned iteration: so long that the emulation, not the cores, sets the pace
 GLOBAL_BATCH = 256
 PROFILED = "16,32,64,96,128,144"
-MEASURE_SECONDS = 35  # at most, of each device: on a busy machine times scatter, and more are taken
 ITERATIONS = 140
 SEED = 1
 WINDOW_ITERATIONS = 4.2  # of the equal split: what the picture shows of each run
@@ -170,8 +169,6 @@ def profile_devices(base: float) -> None:
             PROFILED,
             "--repeats",
             "7",
-            "--seconds",
-            f"{MEASURE_SECONDS}",
             "--threads",
             "1",
             "--throttle",
