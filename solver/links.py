@@ -15,6 +15,7 @@ was measured on normally distributed numbers; the tests measure it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -125,14 +126,34 @@ def link_cost(
     return LinkCost(latency or 0.0, seconds, duplex, averaged * seconds)
 
 
+class LinkSlowdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From `begin` to `end`, in seconds of a run, a link carries a message in `factor` times the time."""
+
+    begin: float
+    end: float
+    factor: float
+
+
 class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A link: seconds of an empty message, bytes a second each way; `shared` names one that several workers
-    use.
+    use. slower: when it is, where it is one worker's own.
     """
 
     latency_seconds: float
     bytes_per_second: float
     shared: str = ""
+    slower: tuple[LinkSlowdown, ...] = ()
+
+    def passes(self, size: float, at: float) -> float:
+        """When a message of `size` bytes has passed that begins to at `at`, in seconds of the run."""
+        edges = sorted({edge for slow in self.slower for edge in (slow.begin, slow.end) if edge > at})
+        for edge in [*edges, math.inf]:
+            factors = [slow.factor for slow in self.slower if slow.begin <= at < slow.end]
+            rate = self.bytes_per_second / math.prod(factors)
+            if at + size / rate <= edge:
+                return at + size / rate
+            size, at = size - rate * (edge - at), edge
+        raise AssertionError(size)
 
 
 class FairShares(msgspec.Struct):
@@ -189,9 +210,18 @@ def shared_links(cluster: Cluster, group: WorkerGroup) -> tuple[LinkSpec, ...]:
     )
 
 
-def stated_links(cluster: Cluster, group: WorkerGroup) -> tuple[LinkSpec, ...]:
-    """The links that the file states for a group's workers: those that they share, or their own."""
+def link_slowdowns(cluster: Cluster, name: str) -> tuple[LinkSlowdown, ...]:
+    """When the own link of the worker with this name is slower, as the file's faults say."""
+    return tuple(
+        LinkSlowdown(fault.at, fault.at + fault.seconds if fault.seconds else math.inf, fault.factor)
+        for fault in cluster.simulation.fault
+        if fault.kind == "link" and name in cluster.named(fault.worker)
+    )
+
+
+def stated_links(cluster: Cluster, group: WorkerGroup, name: str) -> tuple[LinkSpec, ...]:
+    """The links that the file states for a group's worker: those that the group shares, or its own."""
     shared = shared_links(cluster, group)
     if shared or group.bandwidth is None:
         return shared
-    return (LinkSpec(group.latency or 0.0, group.bandwidth),)
+    return (LinkSpec(group.latency or 0.0, group.bandwidth, slower=link_slowdowns(cluster, name)),)

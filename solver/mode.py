@@ -78,6 +78,17 @@ def mode_of(cluster: Cluster, pace: Pace) -> Mode:
     return mode
 
 
+def choices_while_running(modes: Sequence[WorkerMode], pace: Pace) -> Mode:
+    """The codecs and depths that workers in a pipeline may change to: with errors that the planner allows by
+    itself, or that the plan's modes have; at most 3 steps under way, or as many as the deepest of these.
+
+    modes: of the plan's workers.
+    """
+    most = max([PLANNED_ERROR, *(ERROR[bits] for mode in modes for bits in bits_of(mode))])
+    codecs = tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
+    return Mode(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
+
+
 def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
     if codec != FROM_PLAN:
         return tuple(name for name in CODEC_BITS if name == codec)

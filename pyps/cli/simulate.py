@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -20,6 +20,7 @@ from pyps.cli.terminal import say, terminal
 from pyps.errors import InputError
 from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
+from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import check_limits
 from pyps.native.values import OUTER, Hyper
 from pyps.simulate import (
@@ -52,9 +53,12 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """The options of a run that a simulation takes. rebalance: each policy is simulated with and without."""
+    """The options of a run that a simulation takes. codec: "plan" alone; others stand in the plan. rebalance:
+    each policy is simulated with and without.
+    """
 
     even: options.EvenOption = False
+    codec: options.CodecOption | None = None
     micro_batch: options.MicroBatchOption | None = None
     pipeline: options.PipelineOption | None = None
     seed: options.SeedOption = 0
@@ -150,6 +154,7 @@ def simulate_command(
         expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
         raise InputError("--inner-lr", "", str(inner_lr), expected)
     most = ITERATIONS if seconds is None else UNLIMITED
+    codec = _codec(wanted)
     results = [
         simulate(
             scenario,
@@ -166,6 +171,7 @@ def simulate_command(
             timeline=show or plot is not None or trace_to is not None,
             pipeline=pipeline,
             rebalance=moves,
+            codec=codec,
         )
         for policy in _progress(chosen)
         for moves in (False, True)[: 1 + wanted.rebalance]
@@ -178,6 +184,13 @@ def simulate_command(
         sys.stdout.write(msgspec.json.encode([_plain(r, target_loss) for r in results]).decode() + "\n")
     else:
         _print(scenario, results, target_loss, show)
+
+
+def _codec(wanted: SimulateOptions) -> Literal["plan"] | None:
+    """Raises InputError for one that the plan does not name."""
+    if wanted.codec not in (None, FROM_PLAN):
+        raise InputError("--codec", "", repr(wanted.codec), "plan: codecs are the plan's, from [run]")
+    return FROM_PLAN if wanted.codec is not None else None
 
 
 def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
@@ -260,7 +273,7 @@ def _print(scenario: Scenario, results: Sequence[Result], target: float | None, 
 
 
 def _replans(result: Result) -> Iterable[str]:
-    """A line for each change of the split: when, what, why, and what it gained."""
+    """A line for each change of the split, or of a worker's mode: when, what, why, and what it gained."""
     if result.replans is None:
         return
     noun = "change" if len(result.replans) == 1 else "changes"
@@ -272,6 +285,7 @@ def _replans(result: Result) -> Iterable[str]:
             f"{before * 1e3:.1f} -> {after * 1e3:.1f} ms",
         )
         yield f"{one.at:8.2f} s  {'; '.join(one.reasons)} (a round: expected {expected}, found {found})"
+    yield from (f"{one.at:8.2f} s  {one}" for one in result.mode_changes)
 
 
 def _cells(r: Result, first: Result, learned: bool, target: float | None, batch: int) -> list[str]:

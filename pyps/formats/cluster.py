@@ -47,13 +47,14 @@ class FaultSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fault of a worker, `at` seconds after the start.
 
     slow: for `seconds` (0: to the end) steps take `factor` times as long and `added` seconds more.
+    link: for `seconds` (0: to the end) the worker's own link carries a message in `factor` times the time.
     stop: the worker is stopped for `seconds`.
     kill, leave: the worker dies or leaves, and a new one joins after `seconds` (0: never).
     """
 
     worker: Name
     at: Elapsed
-    kind: Literal["slow", "stop", "kill", "leave"]
+    kind: Literal["slow", "link", "stop", "kill", "leave"]
     seconds: Elapsed = 0.0
     factor: Above = 1.0
     added: Elapsed = 0.0

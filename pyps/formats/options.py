@@ -151,7 +151,11 @@ ProfileOption = Annotated[
     Path, option("Profile of a rank that the plan does not have; without one it is measured.")
 ]
 RebalanceOption = Annotated[
-    bool, option("Move samples between workers that become slower or faster, on all hosts.")
+    bool,
+    option(
+        "Move samples between workers that become slower or faster, on all hosts. In a pipeline with --codec "
+        "plan, bits and depth follow each worker's link and device, too."
+    ),
 ]
 MetricsOption = Annotated[
     Sequence[str], option("Send figures while it trains; may be repeated.", text="SINK")

@@ -18,6 +18,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats.files import learnt, open_plain
+from pyps.formats.mode import WorkerMode
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -45,6 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     loader_workers: loader processes; 0: the training thread loads, and all of it is in the data span.
     admitted_at: when the store took the gradient, in seconds of its machine's CLOCK_MONOTONIC; 0: it did not.
     pushes: gradients of the rank that the store has taken, with this one; 0: it did not take it.
+    mode: codecs and depth of the step's transfer, where these may change while the run trains.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     lr: float | None = None
     admitted_at: float = 0.0
     pushes: int = 0
+    mode: WorkerMode | None = None
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""

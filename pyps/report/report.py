@@ -35,6 +35,7 @@ from pyps.report.steps import (
     is_applied,
     iteration_times,
     loss_points,
+    mode_changes,
     overlapped_seconds,
     pauses,
     phase_seconds,
@@ -126,7 +127,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss: over time, at most CURVE_POINTS points, each of whole global batches.
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources.
-    replans: why the batches changed while it trained, one line a change.
+    replans: why the batches changed while it trained, and how the ranks' codecs and depths did, one line a
+        change.
     stragglers: which ranks are, by version and by time, one line a rank.
     advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
@@ -222,7 +224,7 @@ def make_report(
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,
         error=error,
-        replans=[e.detail for e in events if e.kind == "replanned"],
+        replans=[*(e.detail for e in events if e.kind == "replanned"), *mode_changes(by_rank)],
         loss_first=losses[0].loss if losses else None,
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated
@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pyps.formats.records import SpanKind, StepRecord, split_spans
+from pyps.solver.online.mode import mode_text
 
 PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
 CURVE_POINTS = 200
@@ -196,3 +197,12 @@ def idle_share(records: Sequence[StepRecord]) -> float:
     seconds = dict(zip(PHASES, map(sum, phase_seconds(records)), strict=True))
     total = sum(seconds.values())
     return seconds["wait"] / total if total else 0.0
+
+
+def mode_changes(records: Mapping[int, Sequence[StepRecord]]) -> Iterator[str]:
+    """A line for each change of a rank's codecs and depth; records: of each rank, in order."""
+    for rank, steps in records.items():
+        modes = [(step.step, step.mode) for step in steps if step.mode is not None]
+        for (_, before), (step, after) in pairwise(modes):
+            if before != after:
+                yield f"rank {rank}'s transfers from step {step}: {mode_text(before)} -> {mode_text(after)}"

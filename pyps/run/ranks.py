@@ -60,8 +60,9 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     cluster = read_cluster(source)
     for group in cluster.worker:
         profile = read_profile(group.profile)
-        spec = ThrottleSpec(fit=fit_of(profile), links=stated_links(cluster, group))
-        specs |= dict.fromkeys(group.worker_names(), spec)
+        fit = fit_of(profile)
+        for name in group.worker_names():
+            specs[name] = ThrottleSpec(fit=fit, links=stated_links(cluster, group, name))
     for k, worker in enumerate(plan.workers):
         if worker.name not in specs:
             names = ", ".join(list(specs)[:8])

@@ -42,7 +42,7 @@ from pyps.run.resume import (
 )
 from pyps.store.policies import Policy
 from pyps.store.store import Store
-from pyps.worker.mode import RankMode, departures, launched_mode, launched_policy
+from pyps.worker.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
 from pyps.worker.settings import STAGING_BUFFERS, Settings
 
 MAX_RANKS = 1000  # of any store
@@ -146,17 +146,27 @@ class RunSpec:
             dataset_size=self.options.dataset_size,
             seed=self.options.seed,
             allow_nonfinite=self.options.allow_nonfinite,
-            staging_buffers=max(STAGING_BUFFERS, *(mode.depth for mode in self.modes)),
+            staging_buffers=max(STAGING_BUFFERS, *self._depths()),
             throttle=rank.throttle,
             run_dir=self.run_dir,
             journal=self.journal,
             launched=True,
             resume=self.resumed.path,
             cost_model=self.cost_model if rank.batch == 0 else None,
+            adapts=self._adapts(rank.rank),
             threads=1 if rank.throttle else min(MOST_THREADS, max(1, cores() // len(self.ranks))),
         )
         settings = settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
         return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
+
+    def _adapts(self, rank: int) -> bool:
+        """Whether a rank's codecs and depth follow its link."""
+        return self.options.rebalance and adapts(self.options, self.policy, self.modes[rank])
+
+    def _depths(self) -> list[int]:
+        """The most steps under way of each rank."""
+        most = choices_of(self.plan, self.policy).depths[1]
+        return [most if self._adapts(rank) else mode.depth for rank, mode in enumerate(self.modes)]
 
     def environment(self, rank: RankSpec) -> dict[str, str]:
         """The environment of a rank's process: this process's, with the rank's settings."""

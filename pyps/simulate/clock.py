@@ -126,6 +126,13 @@ class Clock:
         self.networks[network].add(self.now, kind, size, self._order)
         self._schedule_end(network)
 
+    def set_bandwidth(self, kind: int, bandwidth: float) -> None:
+        """From now on the links of a class carry so many bytes a second, each way."""
+        for number, network in enumerate(self.networks):
+            self._resume_finished(number)
+            network.set_bandwidth(kind, bandwidth)
+            self._schedule_end(number)
+
     def _wake(self, k: int, park_id: int) -> None:
         if self.parked.get(k, (0, 0))[1] == park_id:
             del self.parked[k]
@@ -217,6 +224,11 @@ class Network:
         heapq.heappush(chosen.active, (chosen.counter + size, transfer))
         self.concurrent += 1
         self.peak = max(self.peak, self.concurrent)
+        self._share()
+
+    def set_bandwidth(self, kind: int, bandwidth: float) -> None:
+        """Another bandwidth of a class. Call `finished(now)` first."""
+        self.classes[kind].bandwidth = bandwidth
         self._share()
 
     def finished(self, now: int) -> list[int]:

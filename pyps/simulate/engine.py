@@ -11,16 +11,22 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from pyps.errors import Busy, PypsError
+from pyps.formats import WorkerMode
 from pyps.native.core import Core
 from pyps.native.status import MemberState
 from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
 from pyps.simulate.clock import Clock, LinkClass, Network, Process
 from pyps.simulate.faults import Fault
-from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics
+from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics, SimulatedModeChange
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
-from pyps.simulate.scenario import DeviceModel, Scenario
+from pyps.simulate.scenario import DeviceModel, Scenario, byte_shares
+from pyps.solver.links import WIRE_BYTES
+from pyps.solver.mode import Mode
+from pyps.solver.online.mode import ModeBalancer, ModeChange
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.policies import Policy, register_policy
@@ -61,6 +67,7 @@ class SimulatedStep:
     nanoseconds: int = 0  # of computing
     lasted: int = 0  # from its beginning until its gradient was ready
     turn: Turn | None = None  # in which its gradient travels
+    mode: WorkerMode | None = None  # of its transfer, where that may change
 
 
 class Deadlock(PypsError):
@@ -72,7 +79,7 @@ class Engine:
 
     scenario, policy: what is simulated. model: the parameters. metrics: filled while it runs. samples: to
     train in all. seed: of the jitter. make_worker: what a worker does (pyps.simulate.worker). depths: steps
-    of each worker under way; 1: no pipeline.
+    of each worker under way; 1: no pipeline. choices: modes that workers may change to; None: theirs stay.
     """
 
     def __init__(
@@ -85,9 +92,12 @@ class Engine:
         seed: int,
         make_worker: MakeWorker,
         depths: Sequence[int] = (),
+        choices: Mode | None = None,
     ) -> None:
         self.scenario, self.policy, self.model, self.metrics = scenario, policy, model, metrics
         self.workers, self.needs = scenario.workers, policy.needs
+        self.depths = tuple(depths) or (1,) * len(self.workers)
+        most = max(*self.depths, choices.depths[1] if choices else 1)
         config = Config(
             tensors=(),
             initial=(),
@@ -100,9 +110,10 @@ class Engine:
             chunk_params=0,
             max_participants=len(scenario.workers),
             snapshot_spares=0,
-            staging_buffers=max(STAGING_BUFFERS, *depths),
+            staging_buffers=max(STAGING_BUFFERS, most),
             policy_params=policy.params(),
         )
+        self.choices, self._deepest = choices, most
         register_policy(policy)
         self.core = Core(config)
         if scenario.schedule is not None and self.needs.uses_turns:
@@ -113,9 +124,8 @@ class Engine:
         ]
         self._make_worker = make_worker
         self._kinds, networks = _networks(scenario)
-        self.depths = tuple(depths) or (1,) * len(self.workers)
         self._staging_count = config.staging_buffers
-        self.clock = Clock(max(self.depths) * len(self.workers), networks)
+        self.clock = Clock(most * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
         self._fenced_since = 0  # workers, since then
@@ -130,6 +140,7 @@ class Engine:
         self._own: dict[int, Vector] = {}  # each worker's gradient that was applied last
         self._idle_checks = self._events_checked = 0
         self._sizes = (scenario.down_bytes, scenario.up_bytes)
+        self._shares = [(w.down_share, w.up_share) for w in self.workers]
         self._warm_at = scenario.global_batch  # samples: the peak counts after a first step of all at once
         self._measure_at = self._measure_every = 0
         self._target: float | None = None
@@ -148,6 +159,10 @@ class Engine:
             clock.begin(k, self._process(k), 1)
         for fault in self.scenario.faults:
             clock.call(_ns(fault.at), lambda f=fault: self._inject(f))  # type: ignore[misc]
+        for k, worker in enumerate(self.workers):
+            for edge in {at for slow in worker.link_slowdowns for at in (slow.begin, slow.end)}:
+                if math.isfinite(edge):
+                    clock.call(_ns(edge), lambda k=k: self._set_bandwidth(k))  # type: ignore[misc]
         self._check_round_timeout()
         end = _ns(seconds) if math.isfinite(seconds) else None
         while self._left and clock.step():
@@ -157,6 +172,26 @@ class Engine:
             self._go(k)
 
     # One worker.
+
+    def _set_bandwidth(self, k: int) -> None:
+        """Worker k's link becomes slower or recovers now."""
+        worker, now = self.workers[k], self.clock.now * 1e-9
+        factors = [s.factor for s in worker.link_slowdowns if s.begin <= now < s.end]
+        self.clock.set_bandwidth(self._kinds[k], worker.bandwidth / math.prod(factors))
+
+    def mode_balancer(self, k: int) -> ModeBalancer | None:
+        """What decides worker k's mode while it runs; None: it stays."""
+        worker, size = self.workers[k], self.scenario.up_bytes
+        if self.choices is None or self._kinds[k] < 0 or not size:
+            return None
+        mode = replace(worker.mode, depth=self.depths[k])
+        return ModeBalancer(self.choices, mode, round(size / WIRE_BYTES[32]), worker.latency)
+
+    def change_mode(self, k: int, change: ModeChange) -> None:
+        """Worker k's transfers are in another mode from the next one on."""
+        push, pull = byte_shares(change.after)
+        self._shares[k] = pull, push
+        self.metrics.mode_changes.append(SimulatedModeChange(self.clock.now * 1e-9, k, change))
 
     def _process(self, k: int) -> Process:
         scenario = self.scenario
@@ -348,7 +383,7 @@ class Engine:
 
     def _transfer(self, k: int, channel: int, network: int, turn: Iterable[int | None]) -> StepProcess:
         worker = self.workers[k]
-        size = self._sizes[network] * (worker.up_share if network == UP else worker.down_share)
+        size = self._sizes[network] * self._shares[k][network]
         if worker.latency:
             yield self.clock.now + _ns(worker.latency)
         yield from turn
@@ -455,7 +490,7 @@ class Engine:
         k, now = fault.rank, self.clock.now
         if k not in self._present:
             return
-        processes = range(k, self.depths[k] * len(self.workers), len(self.workers))
+        processes = range(k, self._deepest * len(self.workers), len(self.workers))
         if fault.kind == "stop":
             for process in processes:
                 self.clock.stopped_until[process] = now + _ns(fault.seconds)
@@ -482,14 +517,15 @@ class Engine:
 
 def _networks(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:
     """The link class of each worker (-1: transfers take no time), and the networks down and up."""
-    keys: dict[tuple[str, float], int] = {}
+    keys: dict[tuple[str, float, int], int] = {}
     kinds = []
-    for w in scenario.workers:
-        key = (w.host, scenario.hosts[w.host]) if w.host else ("", w.bandwidth)
+    for k, w in enumerate(scenario.workers):
+        changes = k if w.link_slowdowns else -1  # a link that changes is a class of its own
+        key = (w.host, scenario.hosts[w.host], -1) if w.host else ("", w.bandwidth, changes)
         unlimited = math.isinf(scenario.server_bandwidth) and math.isinf(key[1])
         kinds.append(-1 if unlimited else keys.setdefault(key, len(keys)))
     down, up = (
-        Network(scenario.server_bandwidth, [LinkClass(bandwidth, bool(host)) for host, bandwidth in keys])
+        Network(scenario.server_bandwidth, [LinkClass(bandwidth, bool(host)) for host, bandwidth, _ in keys])
         for _ in range(2)
     )
     return kinds, (down, up)

@@ -25,7 +25,7 @@ class Fault:
 
 
 def stated_faults(cluster: Cluster, used: Sequence[str]) -> list[Fault]:
-    """All faults that a cluster file states but slow steps. used: the names of the ranks' workers."""
+    """All faults that a cluster file states but slow steps and links. used: the names of the workers."""
     rank_of = {name: rank for rank, name in enumerate(used)}
     found = [one for spec in cluster.simulation.fault for one in _named(cluster, spec, rank_of)]
     churn = cluster.simulation.churn
@@ -60,4 +60,4 @@ def churn_faults(churn: Churn, ranks: int) -> list[Fault]:
 
 def _named(cluster: Cluster, h: FaultSpec, rank_of: dict[str, int]) -> list[Fault]:
     ranks = [rank_of[name] for name in cluster.named(h.worker) if name in rank_of]
-    return [] if h.kind == "slow" else [Fault(rank, h.at, h.kind, h.seconds) for rank in ranks]
+    return [] if h.kind in ("slow", "link") else [Fault(rank, h.at, h.kind, h.seconds) for rank in ranks]

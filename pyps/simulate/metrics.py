@@ -10,6 +10,7 @@ import numpy as np
 
 from pyps.native.status import RankCounters
 from pyps.simulate.scenario import Scenario
+from pyps.solver.online.mode import ModeChange
 
 KINDS = ("wait", "pull", "compute", "push")
 WAIT, PULL, COMPUTE, PUSH = range(4)
@@ -17,6 +18,18 @@ NANOSECOND = 1e-9
 Slice = tuple[
     int, str, float, float, int
 ]  # rank (N + rank: its transfers), kind, begin and end in s, version
+
+
+@dataclass(frozen=True)
+class SimulatedModeChange:
+    """A change of one worker's codecs or depth, at time `at` (seconds)."""
+
+    at: float
+    rank: int
+    change: ModeChange
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.change}"
 
 
 @dataclass
@@ -44,6 +57,7 @@ class Metrics:
     trained: array[int] = field(
         default_factory=lambda: array("q")
     )  # of each push its first sample, and how many
+    mode_changes: list[SimulatedModeChange] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.spent = [[0] * len(KINDS) for _ in range(self.ranks)]
@@ -116,6 +130,7 @@ class SimulatedReplan:
 class Result:
     """One policy in one scenario. `iteration_seconds`: mean time for one global batch of samples. `replans`:
     the changes of the split; None: the run was not rebalanced. `repeated`: samples that counted twice.
+    `mode_changes`: of codecs and depths.
     """
 
     policy: str
@@ -139,6 +154,7 @@ class Result:
     pushed_at: tuple[tuple[int, float], ...]
     replans: tuple[SimulatedReplan, ...] | None = None
     repeated: int = 0
+    mode_changes: tuple[SimulatedModeChange, ...] = ()
 
     @property
     def useful_share(self) -> float:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import Literal
+
+from msgspec.structs import replace
 
 from pyps import native
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH
+from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Hyper, Optimizer, Replay
 from pyps.simulate.engine import Engine
@@ -18,9 +22,11 @@ from pyps.simulate.problem import LocalOptimizer, Model, Objective
 from pyps.simulate.scenario import Scenario, SimWorker
 from pyps.simulate.worker import worker_process
 from pyps.solver.costs import Table
+from pyps.solver.mode import Mode, choices_while_running
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
 from pyps.solver.online.members import Ranks
+from pyps.solver.online.mode import may_change
 from pyps.store.policies import Policy, check_pipeline, policy_named, register_policy
 
 CURVE_POINTS = 200
@@ -44,6 +50,7 @@ def simulate(
     measure_every: int = 0,
     local: LocalOptimizer | None = None,
     rebalance: bool = False,
+    codec: Literal["plan"] | None = None,
 ) -> Result:
     """Train in virtual time. The same arguments give the same result to the bit.
 
@@ -56,7 +63,8 @@ def simulate(
     two measurements of the loss; 0: a global batch, or more so that there are at most about 200. local: the
     workers' own optimizer, in a scenario of local steps; `lr` and `optimizer` are then the store's, for the
     difference that local steps make. rebalance: move samples between workers as `pyps run --rebalance` does;
-    the result's `replans` tell what that changed.
+    the result's `replans` tell what that changed. codec: "plan": with `rebalance`, codecs and depths follow
+    the links and devices, too, as with `pyps run --codec plan --rebalance`: see `mode_changes`.
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
@@ -76,9 +84,11 @@ def simulate(
         expected = "one in a scenario of local steps, nothing in others"
         raise InputError("simulate", "local", found, expected)
     model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().correction, local)
-    metrics = Metrics(max(depths) * len(scenario.workers), timeline)
     samples = iterations * scenario.global_batch
-    engine = Engine(scenario, chosen, model, metrics, samples, seed, worker_process, depths)
+    choices = _choices(scenario, chosen, depths) if rebalance and codec == FROM_PLAN else None
+    deepest = [max(depth, choices.depths[1] if choices else 1) for depth in depths]
+    metrics = Metrics(max(deepest) * len(scenario.workers), timeline)
+    engine = Engine(scenario, chosen, model, metrics, samples, seed, worker_process, depths, choices)
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(measure_every or every, target_loss)
@@ -94,6 +104,14 @@ def _depths(scenario: Scenario, pipeline: bool | int) -> list[int]:
     if not 0 <= pipeline <= MAX_DEPTH:
         raise InputError("simulate", "pipeline", str(pipeline), f"True, or 1 (no pipeline) to {MAX_DEPTH}")
     return [int(pipeline) or 1] * len(scenario.workers)
+
+
+def _choices(scenario: Scenario, policy: Policy, depths: Sequence[int]) -> Mode | None:
+    """The modes that workers may change to; None: theirs stay."""
+    if min(depths) == 1 or not may_change(policy.pace, local=scenario.local):
+        return None
+    modes = [replace(w.mode, depth=d) for w, d in zip(scenario.workers, depths, strict=True)]
+    return choices_while_running(modes, policy.pace)
 
 
 def compare(scenario: Scenario, policies: Iterable[Policy | str], **arguments: object) -> list[Result]:
@@ -128,6 +146,7 @@ def _result(engine: Engine, policy: Policy, seed: int, replans: tuple[SimulatedR
         pushed_at=tuple(metrics.pushed_at),
         replans=replans,
         repeated=metrics.repeated(),
+        mode_changes=tuple(metrics.mode_changes),
     )
 
 

@@ -29,7 +29,14 @@ from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
 from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
-from pyps.solver.links import WIRE_BYTES, LinkSpec, moved_parameters, shared_links
+from pyps.solver.links import (
+    WIRE_BYTES,
+    LinkSlowdown,
+    LinkSpec,
+    link_slowdowns,
+    moved_parameters,
+    shared_links,
+)
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import PlannedRank
@@ -39,6 +46,7 @@ from pyps.store.policies import policy_named
 FP32_BYTES = 4
 StrPath = str | os.PathLike[str]
 NO_JITTER = Jitter()
+PLAIN = WorkerMode()
 DRAWS = 128  # at a time
 
 
@@ -49,7 +57,8 @@ class SimWorker:
     once; 0: no limit. `max_samples`: the samples that fit in its memory; 0: no limit. `recorded`: seconds of
     its first steps in a real run, whatever their size; `cost` and jitter give the later ones. `up_share`,
     `down_share`: of the scenario's bytes, in this worker's codecs. `depth`: steps under way in a pipeline; 0:
-    2. `planned`: its line of the plan, with what is known of its device and the bounds of its batch, for
+    2. `mode`: the planned codecs. `link_slowdowns`: by which factor its own link is slower, and when.
+    `planned`: its line of the plan, with what is known of its device and the bounds of its batch, for
     rebalancing; None: its cost is known, and `max_samples` is its only bound.
     """
 
@@ -67,6 +76,8 @@ class SimWorker:
     up_share: float = 1.0
     down_share: float = 1.0
     depth: int = 0
+    mode: WorkerMode = PLAIN
+    link_slowdowns: tuple[LinkSlowdown, ...] = ()
     planned: PlanWorker | None = None
 
 
@@ -100,6 +111,9 @@ class Scenario:
         for w in self.workers:
             if w.batch < 1:
                 raise InputError("scenario", f"{w.name}.batch", str(w.batch), "at least 1")
+            if w.link_slowdowns and (w.host or math.isinf(w.bandwidth)):
+                found = "a slower link" + (f" behind {w.host}" if w.host else "")
+                raise InputError("scenario", f"{w.name}.link", found, "a bandwidth of the worker's own")
             if w.host and w.host not in self.hosts:
                 raise InputError("scenario", f"{w.name}.host", repr(w.host), f"one of {sorted(self.hosts)}")
         if self.schedule is not None and len(self.schedule.order) != len(self.workers):
@@ -180,7 +194,8 @@ def _as_planned(
     """A worker with its batch, and the codecs and depth of the plan's mode."""
     most = planned.max_batch or 0
     averaged = (plan.run.average_moments or 0) if plan.run is not None else 0
-    up, down = (share + averaged for share in _byte_shares(plan.mode_of(planned)))
+    mode = plan.mode_of(planned)
+    up, down = (share + averaged for share in byte_shares(mode))
     return replace(
         worker,
         batch=batch,
@@ -189,6 +204,7 @@ def _as_planned(
         up_share=up,
         down_share=down,
         depth=_pipeline_depth(plan, planned),
+        mode=mode,
         planned=planned if planned.batch else None,
     )
 
@@ -200,7 +216,7 @@ def _pipeline_depth(plan: Plan, worker: PlanWorker) -> int:
     return max(2, worker.mode.depth) if worker.mode is not None else 2
 
 
-def _byte_shares(mode: WorkerMode) -> tuple[float, float]:
+def byte_shares(mode: WorkerMode) -> tuple[float, float]:
     """Bytes of a worker's pushes and pulls, relative to those at 32 bits."""
     push, pull = bits_of(mode)
     return WIRE_BYTES[push] / WIRE_BYTES[32], WIRE_BYTES[pull] / WIRE_BYTES[32]
@@ -243,6 +259,7 @@ def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str
             cost=cost,
             jitter=simulation.jitter,
             slowdowns=slow,
+            link_slowdowns=link_slowdowns(cluster, name),
             bandwidth=bandwidth or math.inf,
             latency=shared.latency_seconds if shared else latency or 0.0,
             host=shared.shared if shared else host_of.get(name, ""),

@@ -17,8 +17,9 @@ import numpy as np
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.clock import Process
 from pyps.simulate.engine import Engine, Parameters, SimulatedStep, StepProcess
-from pyps.simulate.metrics import COMPUTE, WAIT
+from pyps.simulate.metrics import COMPUTE, NANOSECOND, WAIT
 from pyps.simulate.optimizer import Vector
+from pyps.solver.online.mode import TimedTransfer
 from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules, even_steps, next_part
 from pyps.step.own import UnderWay
@@ -29,11 +30,14 @@ UP, STORE, DOWN = range(3)  # what transfers use in turn
 
 
 class Back(NamedTuple):
-    """What came back of a transfer; None: the worker was fenced."""
+    """What came back of a transfer; None: the worker was fenced. waited: at the store. way: for travels both
+    ways; back: of these, the parameters'.
+    """
 
     done: Done | None
     waited: int
     way: int
+    back: int
 
 
 @dataclass
@@ -63,6 +67,8 @@ class SimulatedWorker:
         self._count = 0  # transfers that began
         self._queues = (Queue(), Queue(), Queue())
         self._waiting = False
+        self._modes = engine.mode_balancer(k)
+        self._lanes = max(rules.depth, engine.choices.depths[1] if engine.choices else 1) - 1
 
     def process(self) -> StepProcess:
         """The compute process, from join to leave."""
@@ -220,13 +226,14 @@ class SimulatedWorker:
     def _send(self, ask: Ask) -> events.Event:
         step, number = self._now, self._count
         self._step = None
+        step.mode = self._modes.mode if self._modes is not None else None
         self._sent.append((step, ask))
         if self._own is not None:
             self._own.sent(step.gradient[0] if step.gradient else np.zeros(0))
         self._count += 1
         if self._rules.depth > 1:
             processes = len(self._engine.workers)
-            channel = self._k + processes * (1 + number % (self._rules.depth - 1))
+            channel = self._k + processes * (1 + number % self._lanes)
             self._clock.begin(channel, self._transfer(number, channel, step, ask), self._clock.now)
         return events.Sent()
 
@@ -247,13 +254,23 @@ class SimulatedWorker:
             self._own.arrived()
         if self._ways:
             self._ways.popleft()
-        done, waited, way = self._results.popleft()
+        done, waited, way, back = self._results.popleft()
         if done is None:
             return events.Arrived(fenced=True)
+        self._hear(step, waited, way - back, back)
         self._claims.extend(done.claims)  # type: ignore[arg-type]  # ranges of samples here
         self._arrived = done.pulled
         version = done.pulled[1] if done.pulled is not None else None
         return events.Arrived(version, len(done.claims), False, waited, way, step.nanoseconds)
+
+    def _hear(self, step: SimulatedStep, waited: int, there: int, back: int) -> None:
+        """A transfer has ended: the mode may change."""
+        if self._modes is None or step.mode is None:
+            return
+        seconds = [NANOSECOND * n for n in (step.nanoseconds, there, waited, back, self._clock.now)]
+        if (change := self._modes.hear(TimedTransfer(step.mode, *seconds))) is not None:
+            self._engine.change_mode(self._k, change)
+            self._machine.set_depth(change.after.depth)
 
     def _transfer(self, number: int, channel: int, step: SimulatedStep, ask: Ask) -> StepProcess:
         """A transfer: the gradient travels, the store answers, and the parameters travel back."""
@@ -269,7 +286,8 @@ class SimulatedWorker:
         arrived, done = self._clock.now, None
         with suppress(Fenced):
             done = yield from self._at_store(channel, step, ask)
-        waited = self._clock.now - arrived
+        answered = self._clock.now
+        waited = answered - arrived
         self._pass(STORE)
         if done is not None and done.fenced is not None:
             done = None
@@ -278,7 +296,8 @@ class SimulatedWorker:
         else:
             yield from self._in_turn(DOWN, number, channel)
         self._pass(DOWN)
-        self._results.append(Back(done, waited, self._clock.now - left - waited))
+        now = self._clock.now
+        self._results.append(Back(done, waited, now - left - waited, now - answered))
         if self._waiting:
             self._clock.resume(k)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from pyps.errors import PypsError
@@ -139,6 +139,10 @@ class StepMachine:
         if rules.needs.checks_between_micro_batches and rules.depth == 1:
             return False
         return not rules.local or not (rules.merges_in_step or (rules.depth > 1 and self._under_way))
+
+    def set_depth(self, depth: int) -> None:
+        """Another number of steps under way, at least 2 as before, from the next claims on."""
+        self.rules = replace(self.rules, depth=depth)
 
     def receive(self, event: events.Event) -> events.Action:
         """What to do after this event. Raises WrongEvent."""

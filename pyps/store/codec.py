@@ -15,13 +15,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InputError, InvalidArgument
+from pyps.formats.options import CodecName
 from pyps.native.values import Codec, EncodeCounts, Encoding, Flat, Layout
 
 F32_BYTES = 4
@@ -38,6 +39,7 @@ __all__ = [
     "encoded_bytes",
     "encoded_vector_bytes",
     "fed_back",
+    "name_of",
 ]
 
 A = TypeVar("A")
@@ -51,6 +53,11 @@ def as_codec(codec: Codec | str) -> Codec:
         names = ", ".join(name.lower() for name in Codec.__members__)
         raise InputError("codec", "name", repr(codec), f"one of {names}")
     return Codec[codec.upper()]
+
+
+def name_of(codec: Codec) -> CodecName:
+    """A codec's name."""
+    return cast(CodecName, codec.name.lower())
 
 
 def fed_back(codec: Codec | str) -> Encoding:

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pyps.formats.mode import WorkerMode
 from pyps.native.values import Codec, Encoding, PolicyNeeds, PushRequest
+from pyps.solver.links import BYTES_PER_PARAMETER
+from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
+from pyps.store.codec import encoded_vector_bytes, name_of
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
@@ -54,7 +58,7 @@ class Attached:
             step.version = version  # of what its gradient is computed on
         return version
 
-    def request(self, step: Step, settings: Settings, position: int) -> PushRequest:
+    def request(self, step: Step, position: int) -> PushRequest:
         """The push of a step whose gradients are in its staging buffer. position: of its learning rate."""
         binding, needs = self.binding, self.needs
         flat = step.staging.flat[: self.client.store.layout.trained_elements]
@@ -64,7 +68,7 @@ class Attached:
         if self.local is not None:
             step.lr, share = self.local.lr, 1.0
         codes = binding.codes if samples else None  # already scaled
-        encoding = settings.encoding
+        encoding = self.transport.encoding
         return PushRequest(
             staging=step.staging.index,
             samples=samples,
@@ -105,7 +109,7 @@ def attached(
     looks = _looks(attachment, store, settings, needs)
     binding = Binding(attachment, store, codec, looks=looks, hooks=local is None)
     if needs.resizes_batches:
-        extra = (extra_buffers(settings.depth) + (local is not None)) * binding.flat.nbytes
+        extra = (extra_buffers(settings.most_depth) + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
         budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
     client = StoreClient(
@@ -114,7 +118,7 @@ def attached(
         budget=budget,
         links=settings.make_links(),
     )
-    check_depth(settings.depth, store)
+    check_depth(settings.most_depth, store)
     merges = local.merges if local is not None else 0
     rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
     optimizer = store.layout.optimizer
@@ -124,6 +128,8 @@ def attached(
         binding,
         report,
         rules,
+        encoding=settings.encoding,
+        modes=_mode_balancer(settings, client) if settings.choices is not None else None,
         own=Onward(optimizer, store.tensors) if follows else None,
         timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
         merge=local.merge if local is not None else None,
@@ -142,3 +148,15 @@ def _looks(attachment: Attachment, store: Store, settings: Settings, needs: Poli
     encoding, clips = settings.encoding, attachment.clip_norm > 0.0
     reads = encoding.codec is Codec.F32 and encoding.nonfinite == "error" and not store.servers
     return reads and (needs.waits_for_rounds or not (clips or needs.collects_pushes))
+
+
+def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | None:
+    """What decides this worker's mode while it runs; None: its mode stays, since it has no link."""
+    choices = settings.choices
+    if choices is None or not client.has_link:
+        return None
+    push, pull = name_of(settings.encoding.codec), name_of(settings.pull_codec)
+    mode = WorkerMode(push_codec=push, pull_codec=pull, depth=settings.depth)
+    layout, links = client.store.layout, settings.throttle.links if settings.throttle else ()
+    moved = encoded_vector_bytes(Codec.F32, layout) // BYTES_PER_PARAMETER
+    return ModeBalancer(choices, mode, moved, sum(link.latency_seconds for link in links))

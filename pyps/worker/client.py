@@ -45,10 +45,11 @@ class StoreClient:
     """One thread at a time may use it, not always the same one; begin_transfer() may be called meanwhile.
 
     `fenced` counts how often it had to rejoin.
-    pull: the codec of pulled parameters. budget: announced before each claim; None: the
-    policy does not resize batches. links: emulated ones, which pushes and pulls cross. `ahead`: the claims of
-    later steps, and of the current one until it is taken from there; after_claim_ahead gets each of them when
-    it is known, in the thread that learns of it. `idle`: entered around each wait for a claim.
+    pull: the codec of pulled parameters, `pull_codec`; it may change between transfers. budget: announced
+    before each claim; None: the policy does not resize batches. links: emulated ones, which pushes and pulls
+    cross. `ahead`: the claims of later steps, and of the current one until it is taken from there;
+    after_claim_ahead gets each of them when it is known, in the thread that learns of it. `idle`: entered
+    around each wait for a claim.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class StoreClient:
         self.store = store
         self._links = links or EmulatedLinks()
         self.fenced = 0
-        self._codec, self._budget = pull, budget
-        self._has_link = store.servers > 0 or self._links.emulated
+        self.pull_codec, self._budget = pull, budget
+        self.has_link = store.servers > 0 or self._links.emulated
         self._uses_turns = store.policy_needs().uses_turns
-        self._codes: NDArray[np.uint8] | None = None
+        self._codes: dict[Codec, NDArray[np.uint8]] = {}
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -130,22 +131,22 @@ class StoreClient:
         if self._budget is not None:
             self._budget.forget()
 
-    def begin_transfer(self, request: PushRequest, ask: Ask) -> Callable[[Flat], Transfer]:
+    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> Callable[[Flat], Transfer]:
         """Begin a transfer. Over a link, also an emulated one, this sends all of it; what is returned waits
         for the reply, and writes the parameters. A store on this machine is asked only then.
 
         Call what is returned in the order of the beginnings, perhaps in another thread. It does not rejoin.
         """
         if self._links.emulated:
-            return self._travel(request, ask)
+            return self._travel(request, ask, pull)
         if not self.store.servers:
-            return partial(self.transfer, request, ask)
+            return partial(self.transfer, request, ask, pull)
         try:
             turn = self._await_turn(request)
         except Fenced:
             return _fenced
         most = None if self._budget is None else self._budget.change()
-        whole = TransferRequest(request, self._codec, ask.exchanges, ask.claims, most)
+        whole = TransferRequest(request, pull, ask.exchanges, ask.claims, most)
         try:
             return partial(self._finish, turn, request.samples > 0, False, self.store.begin_transfer(whole))
         except NotFinite:
@@ -157,13 +158,13 @@ class StoreClient:
 
         Raises Fenced, TimedOut.
         """
-        if not (self._has_link and self._uses_turns and request.samples):
+        if not (self.has_link and self._uses_turns and request.samples):
             return []
         began = time.monotonic()
         self.store.await_turn()
         return [("wait", began, time.monotonic())]
 
-    def _travel(self, request: PushRequest, ask: Ask) -> Callable[[Flat], Transfer]:
+    def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> Callable[[Flat], Transfer]:
         """A transfer over emulated links."""
         if self._trips is None:
             self._trips = RoundTrips(self._links, f"pyps-transfer-{self.store.rank}-store")
@@ -172,9 +173,9 @@ class StoreClient:
 
         def answer() -> tuple[Transfer, int]:
             travelled: Span = ("push" if request.samples else "skip", left, time.monotonic())
-            transfer = self.transfer(request, ask, params)
+            transfer = self.transfer(request, ask, pull, params)
             transfer.outcome.spans.insert(0, travelled)
-            return transfer, self._bytes(self._codec)
+            return transfer, self._bytes(pull)
 
         size = self._bytes(request.encoding.codec) if request.samples else 0
         before = partial(self._await_turn, request) if self._uses_turns and request.samples else None
@@ -198,16 +199,19 @@ class StoreClient:
         began = time.monotonic()
         if request.samples:
             self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
-        transfer = self.transfer(request, ask, out, began)
+        transfer = self.transfer(request, ask, self.pull_codec, out, began)
         transfer.outcome.spans[:0] = turn
         if transfer.outcome.version is not None and self._links.emulated:
             arrived = time.monotonic()
-            self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
+            self._links.carry(Way.FROM_STORE, self._bytes(self.pull_codec))
             transfer.outcome.spans.append(("pull", arrived, time.monotonic()))
         return transfer
 
-    def transfer(self, request: PushRequest, ask: Ask, out: Flat, began: float | None = None) -> Transfer:
-        """Make a transfer at the store, call by call. began: when its gradient left; None: now.
+    def transfer(
+        self, request: PushRequest, ask: Ask, pull: Codec, out: Flat, began: float | None = None
+    ) -> Transfer:
+        """Make a transfer at the store, call by call. pull: the codec of what comes back. began: when its
+        gradient left; None: now.
 
         Raises what ended it, save Fenced.
         """
@@ -215,7 +219,7 @@ class StoreClient:
         claims: tuple[Claim, ...] = ()
         staging: list[StagingBuffer] = []
         try:
-            done = self._transfers.run(ask, self._verbs(request, ask, out, outcome, began))
+            done = self._transfers.run(ask, self._verbs(request, ask, pull, out, outcome, began))
             claims, fenced = done.claims, done.fenced is not None
             staging = [] if fenced else [self.store.stage() for _ in claims]
         except Fenced:
@@ -225,7 +229,13 @@ class StoreClient:
         return Transfer(outcome, list(claims), staging, fenced)
 
     def _verbs(
-        self, request: PushRequest, ask: Ask, out: Flat, outcome: Outcome, began: float | None
+        self,
+        request: PushRequest,
+        ask: Ask,
+        codec: Codec,
+        out: Flat,
+        outcome: Outcome,
+        began: float | None,
     ) -> dict[Verb, Callable[[], Any]]:
         """How this store answers a transfer; what it came to is noted in `outcome`."""
 
@@ -235,7 +245,7 @@ class StoreClient:
             return outcome.result
 
         def exchange() -> tuple[PushResult | None, int | None]:
-            if self._codec is not Codec.F32:
+            if codec is not Codec.F32:
                 return push(), None
             with self._pushing(request, outcome, began):
                 outcome.result, outcome.version = self.store.send_and_pull(request, out)
@@ -247,7 +257,7 @@ class StoreClient:
 
         def pull() -> int:
             left = time.monotonic()
-            outcome.version = self._pull(out)
+            outcome.version = self._pull(out, codec)
             outcome.spans.append(("pull", left, time.monotonic()))
             return outcome.version
 
@@ -306,17 +316,18 @@ class StoreClient:
 
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
-        version = self._pull(out)
-        self._links.carry(Way.FROM_STORE, self._bytes(self._codec))
+        version = self._pull(out, self.pull_codec)
+        self._links.carry(Way.FROM_STORE, self._bytes(self.pull_codec))
         return version
 
-    def _pull(self, out: Flat) -> int:
-        if self._codec is Codec.F32:
+    def _pull(self, out: Flat, codec: Codec) -> int:
+        if codec is Codec.F32:
             return self.store.pull(out)[1]
-        if self._codes is None:
-            self._codes = np.empty(encoded_vector_bytes(self._codec, self.store.layout), np.uint8)
-        _, version = self.store.pull_encoded(self._codec, self._codes)
-        decode_vector(self._codes, self._codec, self.store.layout, out)
+        codes = self._codes.get(codec)
+        if codes is None:
+            codes = self._codes[codec] = np.empty(self._bytes(codec), np.uint8)
+        _, version = self.store.pull_encoded(codec, codes)
+        decode_vector(codes, codec, self.store.layout, out)
         return version
 
     def _bytes(self, codec: Codec) -> int:

@@ -43,11 +43,16 @@ class OneWay(Protocol):
 class OwnWay:
     """The messages are one worker's, and follow one another."""
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate, self._free_at = bytes_per_second, 0
+    def __init__(self, link: LinkSpec) -> None:
+        self._link, self._free_at, self._began = link, 0, time.monotonic_ns()
 
     def carry(self, size: int, begin: int) -> int:
-        self._free_at = max(begin, self._free_at) + round(size / self._rate / NANOSECOND)
+        begin = max(begin, self._free_at)
+        if not self._link.slower:
+            self._free_at = begin + round(size / self._link.bytes_per_second / NANOSECOND)
+        else:
+            passes = self._link.passes(size, (begin - self._began) * NANOSECOND)
+            self._free_at = self._began + round(passes / NANOSECOND)
         sleep_until(self._free_at)
         return self._free_at
 
@@ -116,7 +121,7 @@ class EmulatedLinks:
 
 def _one_way(link: LinkSpec, way: Way, folder: Path | None) -> OneWay:
     if not link.shared or folder is None:
-        return OwnWay(link.bytes_per_second)
+        return OwnWay(link)
     boot = BOOT_ID.read_text().strip()
     path = folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}"
     return SharedWay(link.bytes_per_second, path)

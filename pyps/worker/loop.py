@@ -389,7 +389,7 @@ class Worker:
         self._step = None
         # Without a schedule, the script's own is as old as the script.
         position = self.position.global_batches if attached.schedule else self._begun
-        return attached.transport.send(step, attached.request(step, self.settings, position))
+        return attached.transport.send(step, attached.request(step, position))
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation, after any transfer under way; the

@@ -13,6 +13,8 @@ from pyps.formats import Plan, PlanWorker, options
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Codec
+from pyps.solver.mode import Mode, choices_while_running
+from pyps.solver.online.mode import may_change
 from pyps.store.codec import as_codec
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
 
@@ -95,6 +97,18 @@ def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
         return local
     mode = plan.mode_of(worker)
     return replace(local, push=as_codec(mode.push_codec), pull=as_codec(mode.pull_codec), depth=mode.depth)
+
+
+def choices_of(plan: Plan, policy: Policy) -> Mode:
+    """The codecs and depths that the workers of a pipelined run may change to."""
+    modes = [plan.mode_of(worker) for worker in plan.workers if worker.batch > 0]
+    return choices_while_running(modes, policy.pace)
+
+
+def adapts(wanted: ModeOptions, policy: Policy, mode: RankMode) -> bool:
+    """Whether a rank's codecs and depth follow its link, in a run that is rebalanced."""
+    planned = wanted.codec == FROM_PLAN and mode.depth > 1
+    return planned and may_change(policy.pace, local=bool(mode.local_steps))
 
 
 def _useful_depth(worker: PlanWorker | None) -> int:

@@ -21,10 +21,11 @@ from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec, CostModel, Encoding
 from pyps.solver.links import LinkSpec
+from pyps.solver.mode import Mode
 from pyps.store.codec import fed_back
 from pyps.store.policies import Policy, policy_named
 from pyps.worker.emulated_link import EmulatedLinks
-from pyps.worker.mode import ModeOptions, RankMode, launched_mode, launched_policy
+from pyps.worker.mode import ModeOptions, RankMode, choices_of, launched_mode, launched_policy
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -79,6 +80,7 @@ class Settings:
     resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
     cost_model: of this device, for a rank that the plan does not have; None: to be measured.
     threads: of this process that share the chunks of pushes and pulls.
+    adapts: codecs and depth, as planned at first, follow this worker's link and device.
     """
 
     store: str
@@ -107,6 +109,20 @@ class Settings:
     resume: Path | None = None
     cost_model: CostModel | None = None
     threads: int = 1
+    adapts: bool = False
+
+    @property
+    def choices(self) -> Mode | None:
+        """The codecs and depths that it may change to; None: its mode stays."""
+        if not self.adapts or self.plan_path is None:
+            return None
+        return choices_of(read_plan(self.plan_path), self.policy)
+
+    @property
+    def most_depth(self) -> int:
+        """The most steps under way."""
+        choices = self.choices
+        return self.depth if choices is None else choices.depths[1]
 
     @classmethod
     def from_env(cls) -> Settings:

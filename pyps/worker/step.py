@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyps.formats.mode import WorkerMode
 from pyps.formats.records import Span, StepRecord
 from pyps.native.ranges import Ranges
 from pyps.native.values import Claim, PushResult
@@ -58,6 +59,7 @@ class Step:
         self.looked: Ranges | None = None  # where its gradient is known to be finite
         self.loss: float | None = None
         self.lr: float | None = None  # of the first parameter group
+        self.mode: WorkerMode | None = None  # of its transfer, where that may change
 
     @property
     def share(self) -> float:
@@ -107,6 +109,7 @@ class Step:
             loader_seconds=self.loader_seconds,
             loader_workers=self.loader_workers,
             lr=self.lr,
+            mode=self.mode,
             admitted_at=result.admitted_at if result else 0.0,
             pushes=result.rank_pushes if result else 0,
         )

@@ -23,11 +23,13 @@ from typing import Protocol
 import numpy as np
 
 from pyps.errors import Ended, Fenced, InputError
-from pyps.formats.records import Span
-from pyps.native.values import Claim, Flat, PushRequest, PushResult
+from pyps.formats.records import Span, SpanKind
+from pyps.native.values import Claim, Codec, Encoding, Flat, PushRequest, PushResult
+from pyps.solver.online.mode import ModeBalancer, TimedTransfer
 from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules
 from pyps.step.transfer import Ask
+from pyps.store.codec import as_codec, fed_back
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
@@ -103,7 +105,7 @@ class Overlapped:
         self._receiver: BackgroundThread[Transfer] = BackgroundThread(name)
 
     def send(self, request: PushRequest, ask: Ask) -> None:
-        self._sender.submit(partial(self._post, request, ask))
+        self._sender.submit(partial(self._post, request, ask, self._client.pull_codec))
         while self._sender.results_ready > 1:
             self._sender.take(0.0)
 
@@ -123,10 +125,10 @@ class Overlapped:
         self._sender.close(_nothing, timeout)
         self._receiver.close(self._client.close, max(0.0, deadline - time.monotonic()))
 
-    def _post(self, request: PushRequest, ask: Ask) -> None:
+    def _post(self, request: PushRequest, ask: Ask, pull: Codec) -> None:
         """In the sending thread: send, or hand over what is sent when its turn comes."""
         try:
-            finish = self._client.begin_transfer(request, ask)
+            finish = self._client.begin_transfer(request, ask, pull)
         except BaseException as error:
             finish = partial(_fail, error)
         self._receiver.submit(partial(self._finish, finish))
@@ -144,7 +146,8 @@ class Overlapped:
 class Transport:
     """A worker's steps. All methods belong to the main thread.
 
-    report: receives each step that was sent, once its outcome is known. merge: brings parameters into the
+    report: receives each step that was sent, once its outcome is known. encoding: of pushes, at first. modes:
+    changes codecs and depth as the link and the device do; None: they stay. merge: brings parameters into the
     model in the middle of a step, by the call that it gets, with the local steps taken so far; None: no local
     steps. own: moves the parameters along its gradients under way; None: they stay as they came. timeout:
     seconds that a transfer of a pipeline may take. A fenced worker rejoins by itself; what it had claimed is
@@ -159,10 +162,13 @@ class Transport:
         rules: StepRules,
         *,
         timeout: float,
+        encoding: Encoding,
+        modes: ModeBalancer | None = None,
         merge: Merge | None = None,
         own: Onward | None = None,
     ) -> None:
-        self.depth = rules.depth
+        self.encoding = encoding  # of the next push
+        self._modes = modes
         self._client, self._binding, self._report = client, binding, report
         self._merge = merge or (lambda bring: bring())
         self._own = own
@@ -181,6 +187,11 @@ class Transport:
         self._back: tuple[Step, Outcome] | None = None  # what came back last
         self._taking = False
         self._may_claim = False
+
+    @property
+    def depth(self) -> int:
+        """Steps under way at once."""
+        return self._machine.rules.depth
 
     @property
     def idle(self) -> bool:
@@ -326,6 +337,7 @@ class Transport:
     def _send(self, ask: Ask) -> events.Event:
         assert self._sending is not None
         (step, request), self._sending = self._sending, None
+        step.mode = self._modes.mode if self._modes is not None else None
         self._sent.append(step)
         if self._own is not None:
             self._own.sent(request, step.staging.flat)
@@ -351,8 +363,20 @@ class Transport:
         self._back = step, outcome
         self._claims.extend(zip(transfer.claims, transfer.staging, strict=True))
         waited = outcome.result.wait_seconds if outcome.result is not None else 0.0
-        way = sum(end - begin for kind, begin, end in outcome.spans if kind in ("push", "pull"))
-        return events.Arrived(outcome.version, len(transfer.claims), False, waited, way, step.compute_seconds)
+        there, back = (_seconds(outcome, kind) for kind in ("push", "pull"))
+        computed = step.compute_seconds
+        if step.mode is not None:
+            ended = max(end for _, _, end in outcome.spans)
+            self._follow(TimedTransfer(step.mode, computed, there, waited, back, ended))
+        return events.Arrived(outcome.version, len(transfer.claims), False, waited, there + back, computed)
+
+    def _follow(self, one: TimedTransfer) -> None:
+        """A transfer has ended: the mode of the next ones may change."""
+        assert self._modes is not None
+        if (change := self._modes.hear(one)) is not None:
+            self.encoding = fed_back(as_codec(change.after.push_codec))
+            self._client.pull_codec = as_codec(change.after.pull_codec)
+            self._machine.set_depth(change.after.depth)
 
     def _merging(self, bring: Callable[[], int]) -> int:
         """Bring parameters into the model in the middle of a step; their version."""
@@ -380,6 +404,10 @@ class Transport:
     def _loaded(self) -> None:
         if self._own is not None:
             self._own.loaded()
+
+
+def _seconds(outcome: Outcome, kind: SpanKind) -> float:
+    return sum(end - begin for found, begin, end in outcome.spans if found == kind)
 
 
 def check_depth(depth: int, store: Store) -> None:
