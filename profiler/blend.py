@@ -10,8 +10,9 @@ ones are smoothed; between two points the ratio moves evenly from one to the oth
 it stays, so that noise in the last points cannot tilt the curve. (The model is kriging with a trend, as
 geostatistics uses it; its application to step times is ours.)
 
-A batch whose time neither neighbour supports counts as disturbed and is smoothed away. One at an end has
-only one neighbour, and is believed.
+A batch that takes longer than both neighbours say counts as disturbed and is smoothed away. On both sides of
+a cliff the neighbours contradict each other instead, and no disturbance saves time: both are believed. One at
+an end has only one neighbour, and is believed, too.
 
 Below the smallest measured batch a device may be faster or may be not. The curve counts on a small part of
 what the form promises there (HEDGE): a plan that relies on an unmeasured gain loses much if it is wrong.
@@ -43,6 +44,7 @@ USUAL_WALK, WALK_SPREAD = 0.02, 2.0  # prior: log-normal
 USUAL_NOISE, NOISE_SPREAD = 0.02, 0.8
 LEVEL = 0.1  # prior standard deviation of the level
 DISTURBED = 6.0  # standard deviations from what both neighbours say
+ALONE = 1.5  # times its neighbours' own distance: a disturbed point is twice as far off, a cliff's as far
 LEAST_DISTURBANCE = 0.03  # relative: the least scatter that is taken as ordinary
 JUDGED_FROM = 5  # points: with fewer, none can be called disturbed
 AT_MOST = 100  # points; more are thinned, because the work grows with the cube
@@ -89,10 +91,10 @@ class Blend:
         where = np.clip(np.log(batches), self.at[0], self.at[-1])
         return np.exp(_covariance(where, self.at, self.walk.variance) @ self.weights)
 
-    def knots(self) -> Knots:
-        """A nondecreasing polygon from batch 1 to the last measured one."""
+    def knots(self, corners: Vector) -> Knots:
+        """A nondecreasing polygon from batch 1 to the last measured one. corners: batches of the form's."""
         measured = np.exp(self.at).round()
-        batches = between(measured)
+        batches = np.union1d(between(measured), corners)
         seconds = monotone_polygon(self.form(batches) * self.ratio(batches))
         below = np.unique(np.geomspace(1, measured[0], BELOW + 1).round()[:-1])
         below = below[below < measured[0]]
@@ -142,15 +144,16 @@ def _covariance(one: Vector, other: Vector, variance: float) -> Vector:
 
 
 def _discounts(at: Vector, ratios: Vector) -> Vector:
-    """1 for a point that counts in full; much more for one that both neighbours contradict."""
+    """1 for a point that counts in full; much more for one that takes longer than both neighbours say."""
     discount = np.ones(len(at))
     if len(at) < JUDGED_FROM:
         return discount
     part = (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
-    away = np.abs(ratios[1:-1] - ((1 - part) * ratios[:-2] + part * ratios[2:]))
-    ordinary = max(SIGMA_PER_MAD * float(np.median(away)), LEAST_DISTURBANCE)
+    away = ratios[1:-1] - ((1 - part) * ratios[:-2] + part * ratios[2:])
+    ordinary = max(SIGMA_PER_MAD * float(np.median(np.abs(away))), LEAST_DISTURBANCE)
     for k in np.flatnonzero(away > DISTURBED * ordinary):
-        if away[k] == away[max(0, k - 1) : k + 2].max():
+        near = np.abs(np.concatenate([away[max(0, k - 1) : k], away[k + 1 : k + 2]]))
+        if away[k] >= ALONE * near.max():
             discount[k + 1] = 1e4
     return discount
 

@@ -181,6 +181,7 @@ def _theil_sen(x: Vector, y: Vector) -> _Curve:
         pick = np.linspace(0, len(x) - 1, 64).round().astype(int)
         x, y = x[pick], y[pick]
     i, j = np.triu_indices(len(x), 1)
+    i, j = i[x[j] > x[i]], j[x[j] > x[i]]
     slope = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
     return _Curve(0.0, max(0.0, float(np.median(y - slope * x))), slope)
 

@@ -27,6 +27,7 @@ from pyps.errors import InputError, needed
 from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
 from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
 from pyps.profiler.fit import memory_model
+from pyps.profiler.multiples import LEAST, odd_size
 from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
@@ -52,7 +53,7 @@ MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard
 SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # relative spread, steps in a row within it, most steps
 MAX_STEP_SECONDS = 1.0  # without a largest batch, the sizes end before a step takes longer than this
 PARTS_REPEATS = 3
-LADDER_MIN, LADDER_MAX = 8, 10  # sizes; the curve has three coefficients
+LADDER_MIN, LADDER_MAX = 8, 11  # sizes; the curve has three coefficients
 FEW = 2  # samples, which batch normalization needs
 LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of a doubling
 LOOK_SECONDS = 0.2
@@ -168,11 +169,16 @@ def _optimizer_in_words(task: TrainingTask) -> str:
 
 
 def ladder(max_batch: int) -> list[int]:
-    """8 to 10 batch sizes from 1 to max_batch, roughly geometric; all sizes if there are fewer."""
+    """8 to 11 batch sizes from 1 to max_batch, roughly geometric; all sizes if there are fewer. Large ones
+    are multiples of 8, and one is just below such: there are devices that are slower off these.
+    """
     if max_batch <= LADDER_MIN:
         return list(range(1, max_batch + 1))
-    sizes = min(max(round(math.log2(max_batch)) + 1, LADDER_MIN), LADDER_MAX)
-    return sorted({round(b) for b in np.geomspace(1, max_batch, sizes)})
+    count = min(max(round(math.log2(max_batch)) + 1, LADDER_MIN), LADDER_MAX - 1)
+    sizes = {round(b) for b in np.geomspace(1, max_batch, count)} - {max_batch}
+    ascending = sorted({b if b < 2 * LEAST else b // LEAST * LEAST for b in sizes} | {max_batch})
+    odd = odd_size(ascending)
+    return ascending if odd is None else sorted([*ascending, odd])
 
 
 def climb(
@@ -218,7 +224,16 @@ def climb(
     if alone is not None:
         notify(f"no step of one sample runs ({alone.found}): every planned batch will have {FEW} or more")
     _check_two(probes, stepper)
-    return _thinned(probes) if sizes is None else probes
+    return probes if sizes is not None else _with_odd_size(stepper, _thinned(probes), budget)
+
+
+def _with_odd_size(stepper: Stepper, probes: list[Probe], budget: Budget) -> list[Probe]:
+    """The probes, and one of a size just below a multiple of 8."""
+    odd = odd_size([probe.batch for probe in probes])
+    if odd is None or not budget.allows(probes[-1].wall_seconds, CLIMB_SHARE):
+        return probes
+    probe = _probe(stepper, odd, budget.clock)
+    return probes if probe is None else sorted([*probes, probe], key=lambda one: one.batch)
 
 
 def _check_two(probes: Sequence[Probe], stepper: Stepper) -> None:
@@ -377,10 +392,10 @@ def _say_limit(stepper: Stepper, probes: Sequence[Probe], failed: int, notify: N
 
 
 def _thinned(probes: list[Probe]) -> list[Probe]:
-    """At most LADDER_MAX of the probes, evenly spread, including the first and the last."""
-    if len(probes) <= LADDER_MAX:
+    """At most LADDER_MAX - 1 of the probes, evenly spread, including the first and the last."""
+    if len(probes) < LADDER_MAX:
         return probes
-    return [probes[i] for i in sorted({round(k) for k in np.linspace(0, len(probes) - 1, LADDER_MAX)})]
+    return [probes[i] for i in sorted({round(k) for k in np.linspace(0, len(probes) - 1, LADDER_MAX - 1)})]
 
 
 def _largest(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:

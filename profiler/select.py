@@ -2,18 +2,21 @@
 
     affine   T(b) = c + a b
     knee     T(b) = max(t0, c + a b)
-    table    a nondecreasing polygon: the form blended with the points (pyps.profiler.blend)
+    table    a nondecreasing polygon: a form blended with the points (pyps.profiler.blend); the form is one of
+             these, or stairs, T(b) = c + a q ceil(b / q), where work comes in tiles of q samples
 
-The blend is believed first. A form is kept only if it misses no measured batch by more than 10 %, predicts
-batches left out as well as the blend or nearly exactly, and promises little gain below the smallest measured
-batch, unless four batches prove it.
+The blend is believed first. A line or a knee is kept only if it misses no measured batch by more than 10 %,
+predicts batches left out as well as the blend or nearly exactly, and promises little gain below the smallest
+measured batch, unless four batches prove it. Stairs are blended only where they predict what was left out
+much better.
 (The forms other than the line, and this rule, are ours.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.formats import Fit, Point, Profile
-from pyps.profiler.blend import USUAL_NOISE, Blend, Form, Walk, estimated, thinned
+from pyps.profiler.blend import USUAL_NOISE, Blend, Form, estimated, thinned
 from pyps.profiler.fit import (
     LEFT_OUT_LIMIT,
     NOISE_CEILING,
@@ -40,10 +43,15 @@ from pyps.profiler.statistics import median_and_error
 GOOD_ENOUGH = 0.02  # a form with a smaller error at batches left out is kept
 UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
 CONFIRMING = 4  # batches on a form that prove it, also below the smallest
+TILES = 8, 16, 32, 64
+STAIRS_FROM = 6  # batches
+MOST_STAIRS = 256  # more are no different from a line
+STAIRS_GAIN = 0.5  # stairs must reduce the loss at batches left out to this share
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 NORMAL_90 = 1.645  # standard deviations to each side of 90 % of normal errors
 
 Vector = NDArray[np.float64]
+FitForm = Callable[[Vector, Vector], Form]
 Kind = Literal["affine", "knee"]
 
 
@@ -57,14 +65,16 @@ def select_fit(points: Sequence[Point]) -> Fit:
     fit = fit_points(measured)
     batches, seconds = _bunched(*medians_of(measured))
     kind: Kind = "knee" if fit.kind == "knee" else "affine"
-    form = refitted(kind, batches, seconds)
-    walk = estimated(form, batches, seconds, _usual_noise(points))
-    alone, followed = _misses(kind, walk, batches, seconds)
-    blended = _needs_blend(fit, form, batches, seconds, alone, followed)
+    fitted = _Fitted(partial(refitted, kind), batches, seconds, usual_noise(points))
+    alone, followed = fitted.misses()
+    blended = _needs_blend(fit, fitted.form, batches, seconds, alone, followed)
+    stairs = _stairs(fitted, alone, followed)
+    if stairs is not None:
+        fitted, followed, blended = stairs, stairs.misses()[1], True
     if blended:
-        fit = _blended(form, walk, batches, seconds, followed)
+        fit = _blended(fitted, followed)
     band = _band(fit, followed if blended else alone, points)
-    return msgspec.structs.replace(fit, doubling_error=walk.doubling_error, band=band)
+    return msgspec.structs.replace(fit, doubling_error=fitted.walk.doubling_error, band=band)
 
 
 def fit_of(profile: Profile) -> Fit:
@@ -81,7 +91,7 @@ def _bunched(batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
     return batches[middles], np.array([np.median(seconds[bunch]) for bunch in bunches])
 
 
-def _usual_noise(points: Sequence[Point]) -> float:
+def usual_noise(points: Sequence[Point]) -> float:
     """The relative error to expect of a batch's median: by its repeats, where there are any."""
     errors = [median_and_error(times)[1] for p in points if len(times := point_seconds(p)) > 2]
     return max(LEAST_NOISE, float(np.median(errors))) if errors else USUAL_NOISE
@@ -105,26 +115,87 @@ def _needs_blend(
     return not good and soft_l1(alone, NOISE_CEILING) > soft_l1(followed, NOISE_CEILING)
 
 
-def _misses(kind: Kind, walk: Walk, batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
-    """Relative errors at batches left out one by one: of the form, and of the blend. None of two batches."""
-    alone, blended = [], []
-    if len(batches) < 3:
-        return np.empty(0), np.empty(0)
-    for k in np.unique(
-        np.linspace(0, len(batches) - 1, min(len(batches), LEFT_OUT_LIMIT)).round().astype(int)
-    ):
-        x, y, here = np.delete(batches, k), np.delete(seconds, k), batches[k : k + 1]
-        form = refitted(kind, x, y)
-        simple = float(form(here)[0] / seconds[k])
-        alone.append(simple - 1)
-        blended.append(simple * float(Blend.of(form, x, y, walk.without(int(k))).ratio(here)[0]) - 1)
-    return np.array(alone), np.array(blended)
+class _Fitted:
+    """A form fitted to points, and the walk of the points about it. fit: fits such a form. tile: the samples
+    between its corners; None: it has none.
+    """
+
+    def __init__(
+        self, fit: FitForm, batches: Vector, seconds: Vector, noise: float, tile: int | None = None
+    ) -> None:
+        self.fit, self.batches, self.seconds, self.noise, self.tile = fit, batches, seconds, noise, tile
+        self.form = fit(batches, seconds)
+        self.walk = estimated(self.form, batches, seconds, noise)
+
+    @property
+    def corners(self) -> Vector:
+        """The batches at the ends of the tiles within the points."""
+        if self.tile is None:
+            return np.empty(0)
+        low, high = self.batches[0], self.batches[-1]
+        ends = np.arange(self.tile, high + 1, self.tile)
+        both = np.concatenate([ends, ends + 1])
+        return both[(both > low) & (both < high)]
+
+    def misses(self) -> tuple[Vector, Vector]:
+        """Relative errors at batches left out one by one: of the form, and of the blend. None of two
+        batches.
+        """
+        alone, blended, count = [], [], len(self.batches)
+        if count < 3:
+            return np.empty(0), np.empty(0)
+        for k in np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT_LIMIT)).round().astype(int)):
+            x, y, here = np.delete(self.batches, k), np.delete(self.seconds, k), self.batches[k : k + 1]
+            form = self.fit(x, y)
+            simple = float(form(here)[0] / self.seconds[k])
+            alone.append(simple - 1)
+            blend = Blend.of(form, x, y, self.walk.without(int(k)))
+            blended.append(simple * float(blend.ratio(here)[0]) - 1)
+        return np.array(alone), np.array(blended)
 
 
-def _blended(form: Form, walk: Walk, batches: Vector, seconds: Vector, misses: Vector) -> Fit:
+def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
+    """The stairs that predict the batches left out much better than a simple form, alone or blended, does;
+    None if there are none.
+    """
+    batches, seconds = simple.batches, simple.seconds
+    tiles = [
+        q
+        for q in TILES
+        if len(np.unique(np.ceil(batches / q))) >= STAIRS_FROM and batches[-1] <= MOST_STAIRS * q
+    ]
+    if not tiles:
+        return None
+    best = min(tiles, key=lambda q: soft_l1(_line_misses(_tiled(batches, q), seconds), NOISE_CEILING))
+    most = STAIRS_GAIN * min(soft_l1(alone, NOISE_CEILING), soft_l1(followed, NOISE_CEILING))
+    if soft_l1(_line_misses(_tiled(batches, best), seconds), NOISE_CEILING) > most:
+        return None
+    return _Fitted(partial(_fit_stairs, best), batches, seconds, simple.noise, best)
+
+
+def _tiled(batches: Vector, tile: int) -> Vector:
+    """The batches rounded up to whole tiles."""
+    return tile * np.ceil(batches / tile)
+
+
+def _fit_stairs(tile: int, batches: Vector, seconds: Vector) -> Form:
+    line = refitted("affine", _tiled(batches, tile), seconds)
+    return lambda batch: line(_tiled(batch, tile))
+
+
+def _line_misses(x: Vector, seconds: Vector) -> Vector:
+    """Relative errors of the least-squares line at each point, fitted without that point."""
+    rows = np.column_stack([1 / seconds, x / seconds])
+    hat = rows @ np.linalg.pinv(rows)
+    kept = np.maximum(1 - np.diag(hat), LEAST_NOISE)
+    return np.asarray((hat.sum(axis=1) - 1) / kept)
+
+
+def _blended(fitted: _Fitted, misses: Vector) -> Fit:
     """The fit whose table is the form blended with the points. misses: at batches left out."""
-    blend = Blend.of(form, batches, seconds, walk)
-    table = blend.knots()
+    form, batches, seconds = fitted.form, fitted.batches, fitted.seconds
+    blend = Blend.of(form, batches, seconds, fitted.walk)
+    table = blend.knots(fitted.corners)
     at = np.interp(batches, [b for b, _ in table], [s for _, s in table])
     low, high = trusted_range(batches, np.abs(at / seconds - 1))
     error = float(np.median(np.abs(misses))) if len(misses) else None

@@ -18,6 +18,7 @@ import numpy as np
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.mode import ROUND, Pace, WorkerMode
+from pyps.profiler.multiples import at_multiple
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
@@ -91,6 +92,10 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
     profiles: one a group. Raises InputError if a fit is missing, or what the job's unit or sharding needs.
     """
     ranks = []
+    profiles = [
+        at_multiple(profile, group.batch_multiple)
+        for group, profile in zip(cluster.worker, profiles, strict=True)
+    ]
     parts = cluster.run.accumulation or 1
     pairs = zip(cluster.worker, profiles, strict=True)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]

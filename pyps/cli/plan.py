@@ -168,7 +168,7 @@ def plan_command(
         not_an_input(option, path, inputs_of(cluster, read))
         check_writable(option, path)
     read = with_mode(cluster, read, given)
-    profiles = _fitted_profiles(read)
+    profiles = fitted_profiles(read)
     with names_file(cluster):
         ranks = planned_ranks(read, profiles)
         read = _bounded(cluster, read, target, deadline, budget)
@@ -224,7 +224,7 @@ def what_if(
     other = with_values(other, dict(_key_and_value(text) for text in values or ()))
     with names_file(cluster):
         before, after = (
-            summary_of(_planned(cluster, c, planned_ranks(c, _fitted_profiles(c))).shown)
+            summary_of(_planned(cluster, c, planned_ranks(c, fitted_profiles(c))).shown)
             for c in (read, other)
         )
     sentence = verdict(before, after)
@@ -246,7 +246,7 @@ def measure_next(cluster: ClusterFile, as_json: JsonOnly = False) -> None:
 
     read = read_cluster(cluster)
     with names_file(cluster):
-        found = next_sizes(read, _fitted_profiles(read), pace_of(cluster, read))
+        found = next_sizes(read, fitted_profiles(read), pace_of(cluster, read))
     if as_json:
         sys.stdout.write(encode(found).decode())
     else:
@@ -269,7 +269,7 @@ def pareto(
     not_an_input("--picture", picture, inputs_of(cluster, read))
     check_writable("--picture", picture)
     with names_file(cluster):
-        ranks = planned_ranks(read, _fitted_profiles(read))
+        ranks = planned_ranks(read, fitted_profiles(read))
     price = needs(ranks, "price_per_hour")
     if price is None:
         unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
@@ -306,7 +306,7 @@ def pareto(
         show_pareto(points, [rank.group.name for rank in ranks], read.job.unit)
 
 
-def _fitted_profiles(cluster: Cluster) -> list[Profile]:
+def fitted_profiles(cluster: Cluster) -> list[Profile]:
     """The profile of each group, with a fit; a profile without one is fitted here."""
     read = {path: _fitted(path) for path in dict.fromkeys(group.profile for group in cluster.worker)}
     return [read[group.profile] for group in cluster.worker]

@@ -222,16 +222,20 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
 
 
 def show_next(found: NextSizes) -> None:
-    """Print a line for each size to measure, what may be won, and the multiples that were noticed."""
+    """Print `lines_of_next`."""
     console = terminal(highlight=True)
-    for one in found.sizes:
-        console.print(Text(f"measure {one.batch:>6}  {one.group} ({one.profile}): {one.why}"), soft_wrap=True)
+    for line in lines_of_next(found):
+        console.print(Text(line), soft_wrap=True)
+
+
+def lines_of_next(found: NextSizes) -> list[str]:
+    """A line for each size to measure, what may be won, and the multiples that were noticed."""
+    lines = [f"measure {one.batch:>6}  {one.group} ({one.profile}): {one.why}" for one in found.sizes]
     for group, multiple in found.multiples.items():
-        console.print(Text(f"set batch_multiple = {multiple} for {group}: other sizes take longer"))
+        lines.append(f"set batch_multiple = {multiple} for {group}: other sizes take longer")
     if found.may_win > WORTH:
-        console.print(f"another split may save up to {found.may_win:.1%} of an iteration")
-    else:
-        console.print("no split can save more than 1 % of an iteration, as far as the profiles' bands hold")
+        return [*lines, f"another split may save up to {found.may_win:.1%} of an iteration"]
+    return [*lines, "no split can save more than 1 % of an iteration, as far as the profiles' bands hold"]
 
 
 @contextmanager

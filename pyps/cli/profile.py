@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
 from pyps.cli.outputs import check_picture, check_writable, not_an_input
+from pyps.cli.profile_files import profile_in, refined_for
 from pyps.cli.profile_views import note, show_profile
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError, how_to_install
-from pyps.formats import Profile, encode, write_json
+from pyps.formats import Profile, encode, read_profile, write_json
 from pyps.profiler.budget import SECONDS
 from pyps.profiler.measure import MAX_STEP_SECONDS, REPEATS, profile_model
 from pyps.profiler.plot import matplotlib_present, plot_profile
@@ -107,6 +109,12 @@ def measure(
     throttle: ThrottleFactor = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--for", metavar="CLUSTER", help="Measure more sizes, until no split of this cluster can win 1 %."
+        ),
+    ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     memory_budget: BudgetGib = None,
@@ -119,26 +127,34 @@ def measure(
 
     To import measurements from a CSV file: pyps-profile import CSV (see pyps-profile import --help).
     """
-    options, budget = _step_options(autocast, accumulate, compiled), _budget_bytes(memory_budget)
+    if cluster is not None:
+        output = profile_in(cluster, output, every)
     targets = _targets(device, every, output, plot, as_json)
     places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]
+    measured = partial(
+        profile_model,
+        model,
+        repeats=repeats,
+        throttle=throttle,
+        threads=threads,
+        max_step_seconds=max_step_seconds,
+        options=_step_options(autocast, accumulate, compiled),
+        memory_budget=_budget_bytes(memory_budget),
+        seconds=seconds,
+        notify=note,
+    )
+    first = None if batches is None else _parse_batches(batches)
     for (name, _), files in zip(targets, places, strict=True):
-        with _progress(name) as advance:
-            profile = profile_model(
-                model,
-                device=name,
-                max_batch=max_batch,
-                batches=None if batches is None else _parse_batches(batches),
-                repeats=repeats,
-                throttle=throttle,
-                threads=threads,
-                max_step_seconds=max_step_seconds,
-                options=options,
-                memory_budget=budget,
-                seconds=seconds,
-                notify=note,
-                progress=advance,
-            )
+
+        def at(sizes: list[int] | None, most: int | None, name: str = name) -> Profile:
+            with _progress(name) as advance:
+                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
+
+        known = files[0] if cluster is not None and files[0] is not None and files[0].exists() else None
+        profile = at(first, max_batch) if known is None else read_profile(known)
+        if cluster is not None and files[0] is not None:
+            write_json(files[0], profile)
+            profile = refined_for(cluster, files[0], lambda sizes: at(sizes, None))
         _finish(profile, *files, as_json)
 
 

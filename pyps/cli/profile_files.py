@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import msgspec
@@ -12,11 +15,12 @@ from pyps.cli.outputs import check_picture, check_writable, not_an_input
 from pyps.cli.profile_views import note, show_comparison, show_profile
 from pyps.cli.terminal import say
 from pyps.errors import InputError
-from pyps.formats import Memory, Profile, read_profile, write_json
+from pyps.formats import Memory, Profile, read_cluster, read_profile, write_json
 from pyps.profiler.fit import point_seconds
 from pyps.profiler.plot import plot_profile
 from pyps.profiler.select import select_fit
 
+CHANGED = 0.10  # relative: a size that takes so much more or less time when it is measured again
 ProfileFile = Annotated[
     Path, typer.Argument(metavar="PROFILE", show_default=False, help="A profile, in JSON.")
 ]
@@ -97,6 +101,74 @@ def link(
     if profile and known:
         write_json(profile, msgspec.structs.replace(known, link=found))
         note(f"wrote {profile}")
+
+
+def profile_in(cluster: Path, output: Path | None, every: bool) -> Path:
+    """The profile of a cluster that is the measured device's: `output`, or the only one there is.
+
+    every: whether all devices are measured. Raises InputError if it is not one of the cluster's.
+    """
+    if every:
+        raise InputError("--for", "", "--all as well", "one device: each has a profile of its own")
+    if output is not None and not output.exists():
+        return output  # the cluster file can be read once it does
+    named = list(dict.fromkeys(group.profile for group in read_cluster(cluster).worker))
+    if output is None and len(named) == 1:
+        return Path(named[0])
+    return Path(_named(named, output))
+
+
+def _named(named: list[str], output: Path | None) -> str:
+    """The profile of a cluster that is this file."""
+    for path in named:
+        if output is not None and os.path.abspath(path) == os.path.abspath(output):
+            return path
+    raise InputError("--output", "", str(output or "nothing"), f"this device's profile: {', '.join(named)}")
+
+
+def refined_for(cluster: Path, path: Path, measure: Callable[[list[int]], Profile]) -> Profile:
+    """A device's profile, measured at more sizes until no split of a cluster can win 1 %; written after each.
+
+    path: of the profile, which is one of the cluster's. measure: times steps of these sizes, two or more.
+    Raises InputError if another profile of the cluster is missing, Infeasible if it has no plan.
+    """
+    from pyps.cli.plan import fitted_profiles
+    from pyps.cli.plan_mode import names_file, pace_of
+    from pyps.cli.plan_view import lines_of_next
+    from pyps.solver.report.measure import measured_for
+
+    read = read_cluster(cluster)
+    name = _named([group.profile for group in read.worker], path)
+
+    def with_sizes(known: Profile, sizes: list[int]) -> Profile:
+        sizes = [size for size in sizes if known.max_batch is None or size <= known.max_batch]
+        note(f"for {cluster}: measuring {', '.join(map(str, sizes))}")
+        again = min((point.batch for point in known.points), key=lambda b: abs(b - sizes[0]))
+        run = measure(sorted({*sizes, again}))
+        _compare_again(known, run, again)
+        run = msgspec.structs.replace(run, max_batch=None, min_batch=None, memory=None)
+        merged = merged_profile([str(path), "now"], [known, run])
+        write_json(path, merged)
+        return merged
+
+    with names_file(cluster):
+        profiles, left = measured_for(
+            read, fitted_profiles(read), str(path), with_sizes, pace_of(cluster, read)
+        )
+    for line in lines_of_next(left):
+        note(line)
+    return next(p for group, p in zip(read.worker, profiles, strict=True) if group.profile == name)
+
+
+def _compare_again(known: Profile, run: Profile, batch: int) -> None:
+    """Say so if the device is not as it was when it was measured first."""
+    then, now = (
+        median([s for p in one.points if p.batch == batch for s in point_seconds(p)]) for one in (known, run)
+    )
+    if abs(now / then - 1) > CHANGED:
+        note(
+            f"batch {batch} takes {1e3 * now:.4g} ms now, {1e3 * then:.4g} ms before: measure all sizes again"
+        )
 
 
 def merged_profile(names: list[str], runs: list[Profile]) -> Profile:

@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from pyps.formats import Cluster, Pace, Plan, Profile
-from pyps.profiler.fit import medians_of, point_seconds
+from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of
 
 WORTH = 0.01  # of the iteration
 NEAR = WORTH / 2  # relative: a size this close to a measured one says nothing new
-MULTIPLES = 32, 16, 8
-OFF_AT_LEAST = 1.05  # times as long off the multiples that proves them
 UNKNOWN = 2.0  # how far a curve through two batches may be off
+MOST_LOOKS = 16  # rounds of measuring: a curve that needs more changes while it is measured
 BETWEEN = 8  # knots between two measured batches
 
 
@@ -58,7 +57,10 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
 
     Raises as make_plan.
     """
-    plan = make_plan(cluster, profiles, pace)
+    plan, all_measured = make_plan(cluster, profiles, pace), profiles
+    profiles = [
+        at_multiple(p, group.batch_multiple) for group, p in zip(cluster.worker, profiles, strict=True)
+    ]
     hopeful = [_optimistic(profile) for profile in profiles]
     best = make_plan(cluster, hopeful, pace)
     may_win = 1 - best.iteration_seconds / plan.iteration_seconds
@@ -69,12 +71,38 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
             wins = 1 - make_plan(cluster, alone, pace).iteration_seconds / plan.iteration_seconds
             found += _unmeasured(cluster, profiles[k], k, (best, plan), f"may save {wins:.1%}")
     multiples = {}
-    for group, profile in zip(cluster.worker, profiles, strict=True):
+    for group, profile in zip(cluster.worker, all_measured, strict=True):
         shown = shown_multiple(profile)
         if shown is not None and group.batch_multiple % shown:
             multiples[group.name] = shown
-    found += _off_multiples(cluster, profiles, plan)
+    found += _off_multiples(cluster, all_measured, plan)
     return NextSizes(may_win, found, multiples)
+
+
+def measured_for(
+    cluster: Cluster,
+    profiles: Sequence[Profile],
+    path: str,
+    measure: Callable[[Profile, list[int]], Profile],
+    pace: Pace | None = None,
+) -> tuple[list[Profile], NextSizes]:
+    """Measure a device at the sizes that may move a cluster's plan, until none of its is named any more: then
+    no split can win more than WORTH, or other devices have to be measured.
+
+    cluster, profiles, pace: as in next_sizes. path: the profile in the cluster that is the device's. measure:
+    returns a profile with more sizes. Returns the profiles, and what is left to measure. Raises as make_plan.
+    """
+    known = list(profiles)
+    for _ in range(MOST_LOOKS):
+        found = next_sizes(cluster, known, pace)
+        sizes = sorted({one.batch for one in found.sizes if one.profile == path})
+        if not sizes:
+            break
+        mine = next(p for group, p in zip(cluster.worker, known, strict=True) if group.profile == path)
+        more = measure(mine, sizes)
+        pairs = zip(cluster.worker, known, strict=True)
+        known = [more if group.profile == path else profile for group, profile in pairs]
+    return known, next_sizes(cluster, known, pace)
 
 
 def _optimistic(profile: Profile) -> Profile:
@@ -128,30 +156,24 @@ def _unmeasured(
 
 
 def _off_multiples(cluster: Cluster, profiles: Sequence[Profile], plan: Plan) -> Iterator[NextSize]:
-    """An odd size near the plan's of each device that was measured at multiples of 8 alone."""
-    for group, profile in zip(cluster.worker, profiles, strict=True):
-        large = [point.batch for point in profile.points if point.batch >= 2 * MULTIPLES[-1]]
-        if group.batch_multiple > 1 or not large or any(batch % MULTIPLES[-1] for batch in large):
-            continue
-        sizes = [w.micro_batch for w in plan.workers if w.name in group.worker_names() and w.micro_batch]
-        odd = (sizes[0] if sizes else large[-1]) | 1
-        if profile.max_batch is not None and odd > profile.max_batch:
-            odd -= 2
-        yield NextSize(group.name, group.profile, odd, "all sizes measured are multiples of 8")
-
-
-def shown_multiple(profile: Profile) -> int | None:
-    """The multiple, 32, 16 or 8, off which every measured size takes longer than the curve through the
-    multiples says; None: there is none, or too few sizes were measured.
+    """A size near the plan's of each device that was measured at multiples of 8 alone, or of which those
+    measured do not tell 8 from 16, or 16 from 32.
     """
-    batches, seconds = medians_of([(p.batch, s) for p in profile.points for s in point_seconds(p)])
-    for multiple in MULTIPLES:
-        on = batches % multiple == 0
-        inside = ~on & (batches > multiple) & (batches < batches[on].max(initial=0))
-        halves = batches[inside] % (multiple // 2) == 0  # without these a smaller multiple explains it too
-        if on.sum() < 2 or not inside.any() or not (halves.any() or multiple == MULTIPLES[-1]):
+    for group, profile in zip(cluster.worker, profiles, strict=True):
+        large = [point.batch for point in profile.points if point.batch >= 2 * LEAST]
+        if not large:
             continue
-        ratio = seconds[inside] / np.interp(batches[inside], batches[on], seconds[on])
-        if ratio.min() >= OFF_AT_LEAST:
-            return multiple
-    return None
+        every, shown = all(batch % LEAST == 0 for batch in large), shown_multiple(profile)
+        sizes = [w.micro_batch for w in plan.workers if w.name in group.worker_names() and w.micro_batch]
+        near = min(large, key=lambda batch: abs(batch - (sizes[0] if sizes else large[-1])))
+        if every and group.batch_multiple == 1:
+            yield NextSize(
+                group.name, group.profile, near - 1, f"all sizes measured are multiples of {LEAST}"
+            )
+        elif shown is not None and shown < MULTIPLES[0]:
+            on = [batch for batch in large if batch % shown == 0]
+            if all(batch % (2 * shown) == 0 for batch in on):
+                size = near // (2 * shown) * 2 * shown - shown
+                why = f"it tells multiples of {shown} from those of {2 * shown}"
+                if size >= shown:
+                    yield NextSize(group.name, group.profile, size, why)

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
+from pyps.profiler.multiples import shown_multiple
 from pyps.solver.exact.minmax import Problem, rounded
 from pyps.solver.ranks import PlannedRank, cost_of
 
@@ -67,6 +68,11 @@ def warnings_of(
     for name, members in groups.items():
         rank, used = members[0][0], [worker for _, worker in members if worker.batch]
         batches = sorted({worker.micro_batch // rank.group.ranks_each for worker in used})
+        group = rank.group if rank.one is None else rank.one[0]
+        multiple = shown_multiple(rank.one_profile)
+        if used and multiple is not None and group.batch_multiple % multiple:
+            line = f"other batches than multiples of {multiple} take longer: set batch_multiple = {multiple}"
+            remarks.append(Remark(name, line, line))
         remarks += _of_batches(name, rank.one_profile, batches)
         error = rank.fit.leave_one_out_error or 0.0
         if used and error > FIT_ERROR_WORTH_A_WARNING:

@@ -13,7 +13,7 @@ import pytest
 import pyps.cli.profile as command
 from pyps.cli import main_profile
 from pyps.cli.profile_files import merged_profile
-from pyps.formats import Device, Memory, ModelInfo, Point, Profile, read_profile
+from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_profile
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +64,37 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
     for gone in range(0, 8, 2):
         advance(gone, 90.0)
     assert lines == ["timing cpu: 0 s, at most 90 s left", "timing cpu: 6 s, at most 84 s left"]
+
+
+def test_a_cluster_says_what_to_measure(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps get dearer from 100 samples on, which the first sizes do not show."""
+    asked: list[list[int]] = []
+
+    def timed(model: str, *, batches: list[int], **given: object) -> Profile:
+        asked.append(batches)
+        points = [Point(batch=b, seconds=0.004 + 3e-4 * b + 5e-4 * max(0, b - 100)) for b in batches]
+        device = Device(name="here")
+        return Profile(device=device, model=ModelInfo(name=model), points=points, max_batch=max(batches))
+
+    monkeypatch.setattr(command, "profile_model", timed)
+    line = [Point(batch=b, seconds=0.010 + 8e-4 * b) for b in (1, 15, 32, 64, 100, 160, 200, 256)]
+    other = Profile(device=Device(name="there"), model=ModelInfo(name="m"), points=line, max_batch=256)
+    Path("line.json").write_bytes(encode(other))
+    groups = "".join(f'[[worker]]\nname = "{k}"\nprofile = "{k}.json"\n' for k in ("tail", "line"))
+    Path("two.toml").write_text(f"[job]\nglobal_batch = 300\n{groups}")
+    first = ["m", "--batches", "1,15,256", "--no-plot"]
+    done = shell(*first, "--for", "two.toml", "-o", "tail.json")
+    assert done.code == 0, done.err
+    assert "measuring" in done.err
+    assert "no split can save more than 1 %" in done.err
+    known = [point.batch for point in read_profile("tail.json").points]
+    assert {1, 15, 256} < set(known)
+    looked = len(asked)
+    assert shell(*first, "--for", "two.toml", "-o", "tail.json").code == 0
+    assert len(asked) == looked  # all is known
+    refused = shell(*first, "--for", "two.toml")
+    assert refused.code == 2
+    assert "--output: found nothing; expected this device's profile: " in refused.err
 
 
 def test_the_time_for_a_device_is_kept_under_a_throttle(shell: Shell) -> None:

@@ -67,8 +67,10 @@ def test_the_ladder_is_ascending_short_and_ends_at_the_maximum(max_batch: int) -
     assert len(sizes) >= min(max_batch, 7)
 
 
-def test_the_ladder_of_a_power_of_two_is_its_powers() -> None:
-    assert ladder(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+def test_the_ladder_has_round_sizes_and_one_below_such() -> None:
+    """Devices that are fast at multiples of 8 alone show it there."""
+    assert ladder(256) == [1, 2, 4, 8, 16, 32, 64, 127, 128, 256]
+    assert [size % 8 for size in ladder(1000)[4:]] == [0, 0, 0, 0, 7, 0, 0]
 
 
 def test_climbing_stops_where_memory_would_end() -> None:

@@ -81,6 +81,31 @@ def test_a_disturbed_batch_between_others_is_smoothed_away() -> None:
         assert predict_seconds(disturbed, batch) == pytest.approx(times[batch], rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_both_sides_of_a_cliff_are_believed(seed: int) -> None:
+    """Neither is a disturbance, though both neighbours of each contradict it."""
+    times = {b: (0.01 + 0.002 * b) * (1.7 if b > 20 else 1.0) for b in (4, 6, 8, 12, 16, 24, 32, 48, 64)}
+    found = select_fit(points(times, noise=0.01, repeats=1, seed=seed))
+    for batch in (12, 16, 24, 32):
+        assert predict_seconds(found, batch) == pytest.approx(times[batch], rel=0.08)
+
+
+@pytest.mark.parametrize("tile", [8, 32])
+def test_tiles_are_recognised(tile: int) -> None:
+    """Between two measured batches the curve has a step where a tile ends, not a slope."""
+    batches = np.unique(np.linspace(1, 256, 17).round().astype(int)).tolist()
+    times = {b: 0.01 + 0.002 * tile * int(np.ceil(b / tile)) for b in range(1, 257)}
+    found = select_fit(points({b: times[b] for b in batches}, noise=0.005, repeats=1))
+    for batch in (33, 100, 128, 129, 160, 161):
+        assert predict_seconds(found, batch) == pytest.approx(times[batch], rel=0.03)
+
+
+def test_a_line_has_no_tiles() -> None:
+    batches = range(1, 257, 17)
+    found = select_fit(points({b: 0.01 + 0.002 * b for b in batches}, noise=0.02, repeats=1))
+    assert found.kind != "table" or len(found.table or []) < 80
+
+
 def test_little_is_counted_on_below_the_smallest_measured_batch() -> None:
     found = select_fit(points({b: 0.001 * b for b in (64, 128, 256)}))
     assert predict_seconds(found, 1) == pytest.approx((1 - HEDGE) * 0.064, rel=0.05)

@@ -10,9 +10,10 @@ import pytest
 from planning_tools import profile
 
 from pyps.formats import Cluster, Job, Point, Profile, WorkerGroup
+from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.select import select_fit
 from pyps.solver.plan import make_plan
-from pyps.solver.report.measure import WORTH, next_sizes, shown_multiple
+from pyps.solver.report.measure import WORTH, measured_for, next_sizes
 
 LARGEST = 256
 TRUE = {
@@ -85,3 +86,22 @@ def test_a_multiple_is_noticed_and_none_is_invented(multiple: int) -> None:
     assert any(one.batch % 2 == 1 for one in named)
     proposed = next_sizes(cluster, [device(sizes, multiple)])
     assert proposed.multiples == {"line": multiple}
+
+
+def test_a_device_is_measured_until_nothing_more_of_it_can_win() -> None:
+    cluster = cluster_of(["tail", "line"], 300)
+    asked: list[list[int]] = []
+
+    def measure(known: Profile, sizes: list[int]) -> Profile:
+        asked.append(sizes)
+        return measured("tail", [*(point.batch for point in known.points), *sizes])
+
+    start = [measured("tail", [1, 15, 256]), measured("line", [1, 15, 32, 64, 100, 160, 200, 256])]
+    profiles, left = measured_for(cluster, start, "tail.json", measure)
+    assert asked
+    assert len({size for sizes in asked for size in sizes}) == sum(map(len, asked))
+    assert profiles[1] is start[1]
+    assert not [one for one in left.sizes if one.profile == "tail.json"]
+    plan = make_plan(cluster, profiles)
+    true = max(TRUE[w.name](w.batch) for w in plan.workers if w.batch)
+    assert true <= best_split(300) * (1 + 2 * WORTH)

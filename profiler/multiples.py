@@ -1,0 +1,63 @@
+"""Devices that are fast only at multiples of 8, 16 or 32 samples: which sizes show it, and whether they do.
+
+A size just below a measured multiple tells: on any other device it takes hardly less time, never more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pyps.formats import Profile
+from pyps.profiler.fit import medians_of, point_seconds
+from pyps.profiler.select import select_fit, usual_noise
+
+MULTIPLES = 32, 16, 8
+LEAST = MULTIPLES[-1]
+OFF_AT_LEAST = 1.05  # times as long off the multiples that proves them
+LEAST_SIZES = 3  # two multiples, and one off these
+CERTAIN = 3.0  # standard errors that the sizes off the multiples have to be apart
+
+
+def odd_size(sizes: Sequence[int]) -> int | None:
+    """The size just below the largest multiple of 8 inside ascending sizes; None where there is none, or
+    where a size off the multiples is among them already.
+    """
+    large = [size for size in sizes[1:-1] if size >= 2 * LEAST]
+    on = [size for size in large if size % LEAST == 0]
+    return on[-1] - 1 if on and len(on) == len(large) else None
+
+
+def shown_multiple(profile: Profile) -> int | None:
+    """The multiple, 32, 16 or 8, off which every measured size takes longer than the curve through the
+    multiples says; None: there is none, or too few sizes were measured.
+    """
+    if len({point.batch for point in profile.points}) < LEAST_SIZES:
+        return None
+    batches, seconds = medians_of([(p.batch, s) for p in profile.points for s in point_seconds(p)])
+    for multiple in MULTIPLES:
+        on = batches % multiple == 0
+        first, last = batches[on].min(initial=np.inf), batches[on].max(initial=0)
+        inside = ~on & (first < batches) & (batches < last)
+        halves = batches[inside] % (multiple // 2) == 0  # without these a smaller multiple explains it too
+        if on.sum() < 2 or not inside.any() or not (halves.any() or multiple == LEAST):
+            continue
+        ratio = seconds[inside] / np.interp(batches[inside], batches[on], seconds[on])
+        error = math.sqrt(2 / len(ratio)) * usual_noise(profile.points)
+        if ratio.min() >= OFF_AT_LEAST and np.log(ratio).mean() >= CERTAIN * error:
+            return multiple
+    return None
+
+
+def at_multiple(profile: Profile, multiple: int) -> Profile:
+    """The profile for batches that are multiples of `multiple`: of a device that is fast only at these, the
+    sizes between say nothing of them, and are left out.
+    """
+    shown = shown_multiple(profile) if multiple > 1 else None
+    if shown is None or multiple % shown:
+        return profile
+    points = [point for point in profile.points if point.batch % shown == 0]
+    return msgspec.structs.replace(profile, points=points, fit=select_fit(points))
