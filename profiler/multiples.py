@@ -19,7 +19,8 @@ MULTIPLES = 32, 16, 8
 LEAST = MULTIPLES[-1]
 OFF_AT_LEAST = 1.05  # times as long off the multiples that proves them
 LEAST_SIZES = 3  # two multiples, and one off these
-CERTAIN = 3.0  # standard errors that the sizes off the multiples have to be apart
+CERTAIN, EACH = 3.0, 1.5  # standard errors that sizes off the multiples have to be apart, and each of them
+SHAPE_ERROR = 0.1  # of the log of a time, by the log of the distance from the nearest multiple measured
 
 
 def odd_size(sizes: Sequence[int]) -> int | None:
@@ -45,9 +46,12 @@ def shown_multiple(profile: Profile) -> int | None:
         halves = batches[inside] % (multiple // 2) == 0  # without these a smaller multiple explains it too
         if on.sum() < 2 or not inside.any() or not (halves.any() or multiple == LEAST):
             continue
-        ratio = seconds[inside] / np.interp(batches[inside], batches[on], seconds[on])
-        error = math.sqrt(2 / len(ratio)) * usual_noise(profile.points)
-        if ratio.min() >= OFF_AT_LEAST and np.log(ratio).mean() >= CERTAIN * error:
+        ratios = np.log(seconds[inside] / np.interp(batches[inside], batches[on], seconds[on]))
+        apart = np.abs(np.log(batches[inside][:, None] / batches[on][None, :])).min(axis=1)
+        errors = np.hypot(math.sqrt(2) * usual_noise(profile.points), SHAPE_ERROR * apart)
+        least = np.maximum(math.log(OFF_AT_LEAST), EACH * errors)
+        mean_error = math.hypot(*errors) / len(errors)
+        if (ratios >= least).all() and ratios.mean() >= CERTAIN * mean_error:
             return multiple
     return None
 

@@ -27,13 +27,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.formats import EvenSplit
-from pyps.formats.mode import ROUND, Pace
+from pyps.formats.mode import ROUND, Pace, PaceKind
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, times
 from pyps.solver.motion import Trip, iteration_in_motion
 from pyps.solver.sync import Sync
 
 SAME = 0.02  # relative: which of two steps this close is the later one changes from round to round
+AT_FIRST = 0.03  # relative: by so much shorter iterations at first are worth a word
 BISECTIONS = 60
 
 
@@ -164,13 +165,8 @@ def observed(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     """`evaluate`, but on shared links with the iteration that a run shows: transfers meet there more or less
     than the bounds above say.
     """
-    solution, pace = evaluate(constrained, batches), constrained.pace
-    used = np.flatnonzero(batches > 0)
-    trips = [constrained.trips[k] for k in used] if constrained.trips else []
-    links = [trip.link for trip in trips]
-    if len(set(links)) == len(links) or pace.kind == "turns" or pace.spare:
-        return solution
-    seconds = iteration_in_motion(pace.kind, batches[used].tolist(), solution.seconds[used].tolist(), trips)
+    solution = evaluate(constrained, batches)
+    seconds = _in_motion(constrained, solution, constrained.pace.kind)
     if seconds is None:
         return solution
     hosts = [
@@ -179,6 +175,31 @@ def observed(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
         if one.samples_per_second is not None
     ]
     return replace(solution, iteration_seconds=max([seconds, *hosts]), meets=True)
+
+
+def at_first(constrained: ConstrainedProblem, solution: ConstrainedSolution) -> float | None:
+    """The seconds of an iteration while no worker is as far ahead as its clock allows, if it takes less time
+    than a solution's; None: it does not, or nothing waits. On shared links that can last for hundreds of
+    rounds.
+    """
+    if constrained.pace.kind != "clock" or not solution.meets:
+        return None
+    seconds = _in_motion(constrained, solution, "free")
+    later = seconds is not None and seconds < solution.iteration_seconds * (1 - AT_FIRST)
+    return seconds if later else None
+
+
+def _in_motion(
+    constrained: ConstrainedProblem, solution: ConstrainedSolution, kind: PaceKind
+) -> float | None:
+    """The seconds of an iteration by transfers followed; None where none meet, or they are too many."""
+    used = np.flatnonzero(solution.batches > 0)
+    trips = [constrained.trips[k] for k in used] if constrained.trips else []
+    links = [trip.link for trip in trips]
+    if len(set(links)) == len(links) or kind == "turns" or constrained.pace.spare:
+        return None
+    batches, compute = solution.batches[used].tolist(), solution.seconds[used].tolist()
+    return iteration_in_motion(kind, batches, compute, trips)
 
 
 def iteration(pace: Pace, batches: Ints, steps: Floats, longest: float, busy: Sequence[Floats]) -> float:

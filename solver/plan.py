@@ -34,7 +34,14 @@ from pyps.formats import (
 )
 from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
 from pyps.solver.accumulate import best_size
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_split, even_units, observed
+from pyps.solver.constrained import (
+    ConstrainedProblem,
+    ConstrainedSolution,
+    at_first,
+    even_split,
+    even_units,
+    observed,
+)
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.job import best_for_job, job_estimate
@@ -299,6 +306,9 @@ def plan_of(
     per_million = cluster.limits.price_per_million_samples
     tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
     warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
+    if (first := at_first(constrained, solution)) is not None:
+        ends = f"{1e3 * seconds:.4g} ms once the fastest workers are as far ahead as they may be"
+        warnings.append(f"an iteration takes {1e3 * first:.4g} ms at first, for up to hundreds, then {ends}")
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
     if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:
