@@ -44,6 +44,7 @@ from pyps.solver.constrained import (
 )
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
+from pyps.solver.exact.throughput import Throughput, most_throughput
 from pyps.solver.job import best_for_job, job_estimate
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
@@ -69,6 +70,7 @@ from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
 
 QUANTILE_ROUNDS = 4
+AS_FAST = 1e-3  # relative: the split whose steps are alike is kept where another is hardly faster
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
@@ -176,7 +178,21 @@ def _fastest_solution(
         found.append(observed(constrained, batches))
     if even_split(constrained)[0].feasible:
         found.append(observed(constrained, even_units(constrained)))
-    return min(found, key=lambda solution: solution.iteration_seconds)
+    if (most := _most_throughput(cluster, constrained)) is not None:
+        found.append(observed(constrained, most.batches))
+    best = min(found, key=lambda solution: solution.iteration_seconds)
+    return joint if joint.iteration_seconds <= best.iteration_seconds * (1 + AS_FAST) else best
+
+
+def _most_throughput(cluster: Cluster, constrained: ConstrainedProblem) -> Throughput | None:
+    """The split with the most samples a second, where no worker waits and nothing but the sum of the batches
+    ties them; else None.
+    """
+    tied = constrained.may_forbid or cluster.limits.price_per_million_samples is not None
+    stated = cluster.run.local_steps is not None or cluster.job.is_bounded
+    if constrained.pace.kind != "free" or tied or stated:
+        return None
+    return most_throughput(constrained.problem)
 
 
 def _modes(
@@ -325,7 +341,7 @@ def plan_of(
         unit=cluster.job.unit,
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
-        lower_bound_seconds=_lower_bound(constrained, seconds),
+        lower_bound_seconds=_lower_bound(cluster, constrained, seconds),
         even_split=even,
         speedup_over_even=even.seconds / seconds if even.seconds else None,
         workers=_with_modes(cluster, workers, modes, dict(zip(used, designs, strict=False))),
@@ -363,8 +379,10 @@ def _target(
     )
 
 
-def _lower_bound(constrained: ConstrainedProblem, iteration_seconds: float) -> float:
-    """Seconds below which no split can be; 0 where workers do not wait for the slowest: none is known."""
+def _lower_bound(cluster: Cluster, constrained: ConstrainedProblem, iteration_seconds: float) -> float:
+    """Seconds below which no split can be; 0 where none is known."""
+    if (most := _most_throughput(cluster, constrained)) is not None:
+        return constrained.problem.global_batch / (most.samples_per_second * (1 + most.gap))
     if not constrained.minimises_iteration:
         return 0.0
     return subset_bound(constrained.problem, constrained.sync, iteration_seconds)
