@@ -102,7 +102,9 @@ class ConstrainedProblem:
         return links and not self.limits and not self.together
 
     def kinds(self) -> list[list[int]]:
-        """The workers, grouped by what the problem and its side constraints distinguish, in rank order."""
+        """The workers, grouped by what the problem and its side constraints distinguish. The groups' order
+        follows from that, so that the order of a cluster's file decides nothing.
+        """
         problem, sync = self.problem, self.sync
         rows = [*problem.keys(), sync.latency_seconds, sync.message_seconds]
         rows += [limit.need for limit in self.limits]
@@ -113,7 +115,7 @@ class ConstrainedProblem:
         found: dict[tuple[float, ...], list[int]] = {}
         for k, key in enumerate(zip(*(np.asarray(row, float).tolist() for row in rows), strict=True)):
             found.setdefault(key, []).append(k)
-        return list(found.values())
+        return [found[key] for key in sorted(found)]
 
 
 @dataclass(frozen=True)

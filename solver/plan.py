@@ -70,7 +70,7 @@ from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
 
 QUANTILE_ROUNDS = 4
-AS_FAST = 1e-3  # relative: the split whose steps are alike is kept where another is hardly faster
+AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
@@ -341,7 +341,7 @@ def plan_of(
         unit=cluster.job.unit,
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
-        lower_bound_seconds=_lower_bound(cluster, constrained, seconds),
+        lower_bound_seconds=_lower_bound(cluster, constrained, solution),
         even_split=even,
         speedup_over_even=even.seconds / seconds if even.seconds else None,
         workers=_with_modes(cluster, workers, modes, dict(zip(used, designs, strict=False))),
@@ -379,13 +379,15 @@ def _target(
     )
 
 
-def _lower_bound(cluster: Cluster, constrained: ConstrainedProblem, iteration_seconds: float) -> float:
+def _lower_bound(cluster: Cluster, constrained: ConstrainedProblem, solution: ConstrainedSolution) -> float:
     """Seconds below which no split can be; 0 where none is known."""
-    if (most := _most_throughput(cluster, constrained)) is not None:
-        return constrained.problem.global_batch / (most.samples_per_second * (1 + most.gap))
+    most = None if solution.meets else _most_throughput(cluster, constrained)
+    if most is not None and not most.gap:
+        seconds = constrained.problem.global_batch / most.samples_per_second
+        return min(seconds, solution.iteration_seconds)  # but for rounding
     if not constrained.minimises_iteration:
         return 0.0
-    return subset_bound(constrained.problem, constrained.sync, iteration_seconds)
+    return subset_bound(constrained.problem, constrained.sync, solution.iteration_seconds)
 
 
 def _run_mode(cluster: Cluster) -> RunMode:

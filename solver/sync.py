@@ -28,13 +28,13 @@ With o = 0 this is t + s: nothing overlaps. The end is nondecreasing in t and in
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pyps.solver.costs import Floats
+from pyps.solver.costs import Floats, Ints
 
 SyncKind = Literal["none", "ring", "tree", "server"]
 
@@ -111,6 +111,12 @@ class Sync:
         if self.kind == "tree":
             return 2 * (count - 1).bit_length() * (latency + message)
         return (2 * count if self.kind == "server" else 0) * (latency + message)
+
+    def take(self, index: Ints) -> Sync:
+        """That of the workers at `index`."""
+        return replace(
+            self, latency_seconds=self.latency_seconds[index], message_seconds=self.message_seconds[index]
+        )
 
     def seconds(self, batches: npt.ArrayLike) -> float:
         """Seconds of one synchronisation of the workers with a batch above 0."""

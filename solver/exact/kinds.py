@@ -120,7 +120,12 @@ def cheapest(
 
 
 def _without_ties(constrained: ConstrainedProblem) -> ConstrainedSolution:
-    return evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
+    """In an order that the file's does not decide: a tie is then broken as in the search."""
+    order = np.concatenate([np.array(kind) for kind in constrained.kinds()])
+    batches = np.zeros(len(order), np.int64)
+    found = solve_subset(at_index(constrained.problem, order), constrained.sync.take(order))
+    batches[order] = found.batches
+    return evaluate(constrained, batches)
 
 
 def _allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:
@@ -330,7 +335,7 @@ class _Search:
     def _take(self, levels: Sequence[int]) -> bool:
         """Make the best split over these levels' workers the winner, if it is better."""
         counts = self._counts(levels)
-        workers = np.sort(np.concatenate([k[:n] for k, n in zip(self.kinds, counts, strict=True)]))
+        workers = np.concatenate([k[:n] for k, n in zip(self.kinds, counts, strict=True)])
         problem = self.constrained.problem
         mine = replace(at_index(problem, workers), required=np.ones(len(workers), bool))
         if self.waits:

@@ -14,7 +14,7 @@ from pyps.errors import Infeasible
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource, evaluate
 from pyps.solver.costs import Costs, Floats
 from pyps.solver.exact import kinds
-from pyps.solver.exact.minmax import Problem, solve
+from pyps.solver.exact.minmax import Problem, at_index, solve
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import pareto_front, within_budget
 from pyps.solver.sync import Sync, SyncKind
@@ -156,3 +156,29 @@ def test_a_search_without_an_end_is_left_to_the_milp(monkeypatch: pytest.MonkeyP
     exact = solve_constrained(limited).longest_seconds
     monkeypatch.setattr(kinds, "MOST_BOXES", 0)
     assert solve_constrained(limited).longest_seconds == pytest.approx(exact, abs=3e-6)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_order_of_the_workers_decides_nothing(seed: int) -> None:
+    constrained, _ = random_kinds(seed)
+    luck, n = np.random.default_rng(seed), len(constrained.problem.costs)
+    order = luck.permutation(n)
+    place = np.argsort(order)
+    turned = replace(
+        constrained,
+        problem=at_index(constrained.problem, order),
+        sync=constrained.sync.take(order),
+        limits=tuple(replace(one, need=one.need[order]) for one in constrained.limits),
+        resources=tuple(
+            replace(one, workers=one.workers[order], transfer_seconds=one.transfer_seconds[order])
+            for one in constrained.resources
+        ),
+        together=tuple(place[group] for group in constrained.together),
+    )
+    try:
+        batches = solve_constrained(constrained).batches
+    except Infeasible:
+        return
+    again = solve_constrained(turned).batches[place]
+    for kind in constrained.kinds():
+        assert sorted(batches[kind].tolist()) == sorted(again[kind].tolist())
