@@ -69,7 +69,7 @@ BEHIND, DENSE_MEAN, SPARSE_MEAN, DENSE_OFF, P90 = 0.0, 1.01, 1.03, 0.01, 1.10  #
 BANDS = (0.85, 0.95)
 LEVEL = 0.001  # means and quantiles that differ by less are the same
 
-Measured = list[tuple[int, float]]  # batch, seconds
+Measured = tuple[tuple[int, float], ...]  # batch, seconds
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Curve:
     off: float = 1.0
 
     @staticmethod
-    def half_seen(points: Measured, truth: Cost) -> Curve:
+    def half_seen(points: Sequence[tuple[int, float]], truth: Cost) -> Curve:
         """The planner sees every second point."""
-        return Curve(points[::2], [batch for batch, _ in points[1::2]], truth)
+        return Curve(tuple(points[::2]), [batch for batch, _ in points[1::2]], truth)
 
     @property
     def largest(self) -> int:
@@ -120,6 +120,7 @@ class Case:
 # ---- planners ----
 
 
+@functools.cache
 def blended(points: Measured) -> Known:
     """As pyps does it, with the batch_multiple that it proposes."""
     measured = [Point(batch=b, seconds=s) for b, s in points]
@@ -161,14 +162,14 @@ EVEN = "even"
 # ---- curves ----
 
 
-def measured_truth(points: Measured) -> Table:
+def measured_truth(points: Sequence[tuple[int, float]]) -> Table:
     batches, seconds = np.array([b for b, _ in points]), np.array([s for _, s in points])
     return Table(tuple((int(b), float(s)) for b, s in zip(batches, monotone_polygon(seconds), strict=True)))
 
 
 def gavel() -> list[list[Curve]]:
     """For each model of Gavel the curves of its devices."""
-    found: dict[str, dict[str, Measured]] = {}
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     with open(GAVEL, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
             device = found.setdefault(row["model"], {}).setdefault(row["device"], [])
@@ -233,7 +234,7 @@ def spread(family: str, luck: np.random.Generator) -> Curve:
     times = seconds[chosen - 1] * noise * np.where(luck.random(len(chosen)) < OUTLIERS, OUTLIER, 1.0)
     points = [(int(b), float(t)) for b, t in zip(chosen, times, strict=True)]
     smooth = np.where(batch % MULTIPLE, seconds / off, seconds)
-    return Curve(points, left_out, _table(batch, smooth), off)
+    return Curve(tuple(points), left_out, _table(batch, smooth), off)
 
 
 def _round_sizes(largest: int, count: int) -> tuple[np.ndarray, list[int]]:

@@ -6,8 +6,9 @@ The measured times over the fitted ones, in logarithms, are taken as a random wa
 
 How far the walk goes in an e-fold of b, and how large the noise is, are estimated from the points together
 (the most probable pair, with broad priors). Points that are dense and agree are passed through; scattered
-ones are smoothed; between two points the ratio moves evenly from one to the other, and past the last point
-it stays, so that noise in the last points cannot tilt the curve. (The model is kriging with a trend, as
+ones are smoothed. Between two points the curve is straight: where it has a step there, a form that does not
+know of it is of no help. Past the last point the ratio stays, so that noise in the last points cannot tilt
+the curve. (The model is kriging with a trend, as
 geostatistics uses it; its application to step times is ours.)
 
 A batch that takes longer than both neighbours say counts as disturbed and is smoothed away. On both sides of
@@ -20,7 +21,6 @@ what the form promises there (HEDGE): a plan that relies on an unmeasured gain l
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,7 +36,6 @@ Form = Callable[[Vector], Vector]  # batches -> seconds
 Knots = list[tuple[int, float]]  # batch, seconds
 
 HEDGE = 0.15  # of a gain below the smallest measured batch, the part that is counted on
-BETWEEN = 3  # knots between two measured batches: the form is no straight line on a log scale
 BELOW = 5  # knots below the first measured batch
 WALKS = np.geomspace(1e-4, 3.0, 14)  # variances of the walk in an e-fold of b
 NOISES = np.geomspace(1e-3, 0.3, 12)  # standard deviations of the noise
@@ -94,7 +93,7 @@ class Blend:
     def knots(self, corners: Vector) -> Knots:
         """A nondecreasing polygon from batch 1 to the last measured one. corners: batches of the form's."""
         measured = np.exp(self.at).round()
-        batches = np.union1d(between(measured), corners)
+        batches = np.union1d(measured, corners)
         seconds = monotone_polygon(self.form(batches) * self.ratio(batches))
         below = np.unique(np.geomspace(1, measured[0], BELOW + 1).round()[:-1])
         below = below[below < measured[0]]
@@ -102,12 +101,6 @@ class Blend:
         hedged = seconds[0] * (1 - HEDGE * (1 - share))
         both = zip([*below, *batches], [*hedged, *seconds], strict=True)
         return [(int(batch), float(time)) for batch, time in both]
-
-
-def between(measured: Vector) -> Vector:
-    """The measured batches, and some between each two of them, evenly on a log scale."""
-    gaps = [np.geomspace(low, high, BETWEEN + 2) for low, high in itertools.pairwise(measured)]
-    return np.unique(np.concatenate([*gaps, measured[-1:]]).round())
 
 
 def thinned(count: int) -> list[NDArray[np.int64]]:

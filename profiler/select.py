@@ -6,9 +6,9 @@
              these, or stairs, T(b) = c + a q ceil(b / q), where work comes in tiles of q samples
 
 The blend is believed first. A line or a knee is kept only if it misses no measured batch by more than 10 %,
-predicts batches left out as well as the blend or nearly exactly, and promises little gain below the smallest
-measured batch, unless four batches prove it. Stairs are blended only where they predict what was left out
-much better.
+predicts batches left out clearly better than the blend or nearly exactly, and promises little gain below the
+smallest measured batch, unless four batches prove it. Stairs are blended only where they predict what was
+left out much better.
 (The forms other than the line, and this rule, are ours.)
 """
 
@@ -40,7 +40,8 @@ from pyps.profiler.fit import (
 )
 from pyps.profiler.statistics import median_and_error
 
-GOOD_ENOUGH = 0.02  # a form with a smaller error at batches left out is kept
+GOOD_ENOUGH = 0.01  # a form with a smaller error at batches left out is kept
+FORM_GAIN = 0.7  # else it must reduce the loss at batches left out to this share of the blend's
 UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
 CONFIRMING = 4  # batches on a form that prove it, also below the smallest
 TILES = 8, 16, 32, 64
@@ -112,7 +113,7 @@ def _needs_blend(
         return False
     if 1 - float(form(np.ones(1))[0] / form(batches[:1])[0]) > UNMEASURED_GAIN:
         return True
-    return not good and soft_l1(alone, NOISE_CEILING) > soft_l1(followed, NOISE_CEILING)
+    return not good and soft_l1(alone, NOISE_CEILING) > FORM_GAIN * soft_l1(followed, NOISE_CEILING)
 
 
 class _Fitted:
