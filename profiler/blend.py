@@ -5,10 +5,10 @@ The measured times over the fitted ones, in logarithms, are taken as a random wa
     log(measured / fitted) = level + walk(log b) + noise
 
 How far the walk goes in an e-fold of b, and how large the noise is, are estimated from the points together
-(the most probable pair, with broad priors). Points that are dense and agree are passed through; scattered
-ones are smoothed. Between two points the curve is straight: where it has a step there, a form that does not
-know of it is of no help. Past the last point the ratio stays, so that noise in the last points cannot tilt
-the curve. (The model is kriging with a trend, as
+(the most probable pair, with broad priors). Points that are few, or agree, are passed through; many scattered
+ones are smoothed. Between two points the curve is straight; or, where that proves better or few points prove
+nothing, of the form's shape, its ratio moving evenly from one to the other. Past the last point the ratio
+stays, so that noise in the last points cannot tilt the curve. (The model is kriging with a trend, as
 geostatistics uses it; its application to step times is ours.)
 
 A batch that takes longer than both neighbours say counts as disturbed and is smoothed away. On both sides of
@@ -21,6 +21,7 @@ what the form promises there (HEDGE): a plan that relies on an unmeasured gain l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,9 +37,11 @@ Form = Callable[[Vector], Vector]  # batches -> seconds
 Knots = list[tuple[int, float]]  # batch, seconds
 
 HEDGE = 0.15  # of a gain below the smallest measured batch, the part that is counted on
+BETWEEN = 3  # knots between two measured batches, where the curve is no straight line there
 BELOW = 5  # knots below the first measured batch
 WALKS = np.geomspace(1e-4, 3.0, 14)  # variances of the walk in an e-fold of b
 NOISES = np.geomspace(1e-3, 0.3, 12)  # standard deviations of the noise
+FEW, LITTLE_NOISE = 12, 0.01  # so few points cannot tell noise from a curve's own shape: they are believed
 USUAL_WALK, WALK_SPREAD = 0.02, 2.0  # prior: log-normal
 USUAL_NOISE, NOISE_SPREAD = 0.02, 0.8
 LEVEL = 0.1  # prior standard deviation of the level
@@ -91,7 +94,7 @@ class Blend:
         return np.exp(_covariance(where, self.at, self.walk.variance) @ self.weights)
 
     def knots(self, corners: Vector) -> Knots:
-        """A nondecreasing polygon from batch 1 to the last measured one. corners: batches of the form's."""
+        """A nondecreasing polygon from batch 1 to the last measured one. corners: more batches than those."""
         measured = np.exp(self.at).round()
         batches = np.union1d(measured, corners)
         seconds = monotone_polygon(self.form(batches) * self.ratio(batches))
@@ -101,6 +104,12 @@ class Blend:
         hedged = seconds[0] * (1 - HEDGE * (1 - share))
         both = zip([*below, *batches], [*hedged, *seconds], strict=True)
         return [(int(batch), float(time)) for batch, time in both]
+
+
+def between(measured: Vector) -> Vector:
+    """Some batches between each two measured ones, evenly on a log scale."""
+    gaps = [np.geomspace(low, high, BETWEEN + 2) for low, high in itertools.pairwise(measured)]
+    return np.unique(np.concatenate(gaps).round())
 
 
 def thinned(count: int) -> list[NDArray[np.int64]]:
@@ -114,10 +123,11 @@ def estimated(form: Form, batches: Vector, seconds: Vector, usual_noise: float) 
     """The most probable walk and noise of points about a form. usual_noise: the prior's middle."""
     at, ratios = np.log(batches), np.log(seconds / form(batches))
     discount = _discounts(at, ratios)
-    best, found = -math.inf, Walk(WALKS[0], NOISES[0], discount)
+    noises = NOISES if len(at) >= FEW else NOISES[NOISES <= LITTLE_NOISE]
+    best, found = -math.inf, Walk(WALKS[0], noises[0], discount)
     for variance in WALKS:
         covariance = _covariance(at, at, variance)
-        for noise in NOISES:
+        for noise in noises:
             factor = np.linalg.cholesky(covariance + np.diag(noise**2 * discount))
             white = np.linalg.solve(factor, ratios)
             odds = -0.5 * float(white @ white) - float(np.log(np.diag(factor)).sum())

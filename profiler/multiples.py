@@ -34,7 +34,8 @@ def odd_size(sizes: Sequence[int]) -> int | None:
 
 def shown_multiple(profile: Profile) -> int | None:
     """The multiple, 32, 16 or 8, off which every measured size takes longer than the curve through the
-    multiples says; None: there is none, or too few sizes were measured.
+    multiples says; None: there is none, or too few sizes were measured: of the large ones, fewer multiples
+    than others, or fewer than two.
     """
     if len({point.batch for point in profile.points}) < LEAST_SIZES:
         return None
@@ -44,7 +45,8 @@ def shown_multiple(profile: Profile) -> int | None:
         first, last = batches[on].min(initial=np.inf), batches[on].max(initial=0)
         inside = ~on & (first < batches) & (batches < last)
         halves = batches[inside] % (multiple // 2) == 0  # without these a smaller multiple explains it too
-        if on.sum() < 2 or not inside.any() or not (halves.any() or multiple == LEAST):
+        others = (~on & (batches >= 2 * LEAST)).sum()
+        if on.sum() < max(2, others) or not inside.any() or not (halves.any() or multiple == LEAST):
             continue
         ratios = np.log(seconds[inside] / np.interp(batches[inside], batches[on], seconds[on]))
         apart = np.abs(np.log(batches[inside][:, None] / batches[on][None, :])).min(axis=1)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.formats import Fit, Point, Profile
-from pyps.profiler.blend import USUAL_NOISE, Blend, Form, estimated, thinned
+from pyps.profiler.blend import FEW, JUDGED_FROM, USUAL_NOISE, Blend, Form, between, estimated, thinned
 from pyps.profiler.fit import (
     LEFT_OUT_LIMIT,
     NOISE_CEILING,
@@ -41,15 +41,18 @@ from pyps.profiler.fit import (
 from pyps.profiler.statistics import median_and_error
 
 GOOD_ENOUGH = 0.01  # a form with a smaller error at batches left out is kept
-FORM_GAIN = 0.7  # else it must reduce the loss at batches left out to this share of the blend's
+SHAPE_GAIN = 0.8  # the same of the form's shape between the points, over a straight line's
+FORM_GAIN = 0.8  # else it must reduce the loss at batches left out to this share of the blend's
 UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
 CONFIRMING = 4  # batches on a form that prove it, also below the smallest
 TILES = 8, 16, 32, 64
-STAIRS_FROM = 6  # batches
+STAIRS_POINTS, STAIRS_FROM = 6, 3  # points, and stairs among them
 MOST_STAIRS = 256  # more are no different from a line
 STAIRS_GAIN = 0.5  # stairs must reduce the loss at batches left out to this share
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
-NORMAL_90 = 1.645  # standard deviations to each side of 90 % of normal errors
+WITHIN = 0.95  # one side of 90 %
+GAPS = math.sqrt(0.5)  # the errors of a random walk in gaps half as wide
+LEAST_SHARE = 1 / 3  # of the errors' variance: what is left of it without noise
 
 Vector = NDArray[np.float64]
 FitForm = Callable[[Vector, Vector], Form]
@@ -74,7 +77,7 @@ def select_fit(points: Sequence[Point]) -> Fit:
         fitted, followed, blended = stairs, stairs.misses()[1], True
     if blended:
         fit = _blended(fitted, followed)
-    band = _band(fit, followed if blended else alone, points)
+    band = _band(fit, followed if blended else alone, fitted.walk.noise, points)
     return msgspec.structs.replace(fit, doubling_error=fitted.walk.doubling_error, band=band)
 
 
@@ -125,6 +128,7 @@ class _Fitted:
         self, fit: FitForm, batches: Vector, seconds: Vector, noise: float, tile: int | None = None
     ) -> None:
         self.fit, self.batches, self.seconds, self.noise, self.tile = fit, batches, seconds, noise, tile
+        self.shaped = True  # until it is judged
         self.form = fit(batches, seconds)
         self.walk = estimated(self.form, batches, seconds, noise)
 
@@ -139,10 +143,10 @@ class _Fitted:
         return both[(both > low) & (both < high)]
 
     def misses(self) -> tuple[Vector, Vector]:
-        """Relative errors at batches left out one by one: of the form, and of the blend. None of two
-        batches.
+        """Relative errors at batches left out one by one: of the form, and of the blend, whose shape between
+        two points is the form's where that errs clearly less. None of two batches.
         """
-        alone, blended, count = [], [], len(self.batches)
+        alone, blended, straight, count = [], [], [], len(self.batches)
         if count < 3:
             return np.empty(0), np.empty(0)
         for k in np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT_LIMIT)).round().astype(int)):
@@ -152,7 +156,15 @@ class _Fitted:
             alone.append(simple - 1)
             blend = Blend.of(form, x, y, self.walk.without(int(k)))
             blended.append(simple * float(blend.ratio(here)[0]) - 1)
-        return np.array(alone), np.array(blended)
+            ends = x[max(0, k - 1) : k + 1]
+            curve = form(ends) * blend.ratio(ends)
+            inside = 0 < k < count - 1
+            straight.append(
+                float(np.interp(here[0], ends, curve)) / self.seconds[k] - 1 if inside else blended[-1]
+            )
+        of_form, of_lines = (soft_l1(np.array(one), NOISE_CEILING) for one in (blended, straight))
+        self.shaped = count < JUDGED_FROM or of_form < SHAPE_GAIN * of_lines
+        return np.array(alone), np.array(blended if self.shaped else straight)
 
 
 def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
@@ -165,7 +177,7 @@ def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
         for q in TILES
         if len(np.unique(np.ceil(batches / q))) >= STAIRS_FROM and batches[-1] <= MOST_STAIRS * q
     ]
-    if not tiles:
+    if not tiles or len(batches) < STAIRS_POINTS:
         return None
     best = min(tiles, key=lambda q: soft_l1(_line_misses(_tiled(batches, q), seconds), NOISE_CEILING))
     most = STAIRS_GAIN * min(soft_l1(alone, NOISE_CEILING), soft_l1(followed, NOISE_CEILING))
@@ -196,7 +208,7 @@ def _blended(fitted: _Fitted, misses: Vector) -> Fit:
     """The fit whose table is the form blended with the points. misses: at batches left out."""
     form, batches, seconds = fitted.form, fitted.batches, fitted.seconds
     blend = Blend.of(form, batches, seconds, fitted.walk)
-    table = blend.knots(fitted.corners)
+    table = blend.knots(np.union1d(fitted.corners, between(batches)) if fitted.shaped else fitted.corners)
     at = np.interp(batches, [b for b, _ in table], [s for _, s in table])
     low, high = trusted_range(batches, np.abs(at / seconds - 1))
     error = float(np.median(np.abs(misses))) if len(misses) else None
@@ -213,14 +225,21 @@ def _blended(fitted: _Fitted, misses: Vector) -> Fit:
     )
 
 
-def _band(fit: Fit, misses: Vector, points: Sequence[Point]) -> list[tuple[int, float, float]] | None:
+def _band(
+    fit: Fit, misses: Vector, noise: float, points: Sequence[Point]
+) -> list[tuple[int, float, float]] | None:
     """The curve at the measured batches, times and over what 90 % of errors between these stay below.
 
-    misses: at batches left out; those inside tell of gaps twice as wide as the ones between the points.
+    misses: at batches left out; those inside tell of gaps twice as wide as the ones between the points, and
+    have their own noise, which a batch's usual time has not. noise: of a point, if they are many.
     """
+    from scipy.stats import t as student_t
+
     if not len(misses):
         return None
     inner = misses[1:-1] if len(misses) > 2 else misses
-    off = math.exp(NORMAL_90 * float(np.sqrt(np.mean(np.log1p(inner) ** 2))))
+    found, own = float(np.mean(np.log1p(inner) ** 2)), noise**2 if len(misses) >= FEW else 0.0
+    spread = math.sqrt(max(found - own, found * LEAST_SHARE))
+    off = math.exp(GAPS * float(student_t.ppf(WITHIN, max(2, len(inner)))) * spread)
     batches = sorted({point.batch for point in points})
     return [(b, predict_seconds(fit, b) / off, predict_seconds(fit, b) * off) for b in batches]
