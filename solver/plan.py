@@ -178,7 +178,7 @@ def _fastest_solution(
         found.append(observed(constrained, batches))
     if even_split(constrained)[0].feasible:
         found.append(observed(constrained, even_units(constrained)))
-    if (most := _most_throughput(cluster, constrained)) is not None:
+    if not joint.meets and (most := _most_throughput(cluster, constrained)) is not None:
         found.append(observed(constrained, most.batches))
     best = min(found, key=lambda solution: solution.iteration_seconds)
     return joint if joint.iteration_seconds <= best.iteration_seconds * (1 + AS_FAST) else best
