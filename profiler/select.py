@@ -140,7 +140,8 @@ class _Fitted:
         low, high = self.batches[0], self.batches[-1]
         ends = np.arange(self.tile, high + 1, self.tile)
         both = np.concatenate([ends, ends + 1])
-        return both[(both > low) & (both < high)]
+        inside: Vector = both[(both > low) & (both < high)]
+        return inside
 
     def misses(self) -> tuple[Vector, Vector]:
         """Relative errors at batches left out one by one: of the form, and of the blend, whose shape between

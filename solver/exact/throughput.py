@@ -91,11 +91,11 @@ def _by_price(rates: list[Floats], total: int, unit: int, feasible: Ints) -> Thr
         batches = np.array([int(one.argmax()) for one in worth])
         bound = min(bound, sum(float(one.max()) for one in worth) + price * total)
         low, high = (low, price) if batches.sum() < total else (price, high)
-    batches = _moved(rates, batches, total)
-    if batches is None or _rate_of(rates, batches) < _rate_of(rates, feasible // unit):
-        batches = feasible // unit
-    rate = _rate_of(rates, batches)
-    return Throughput(batches * unit, rate, max(0.0, bound / rate - 1))
+    best, moved = feasible // unit, _moved(rates, batches, total)
+    if moved is not None and _rate_of(rates, moved) > _rate_of(rates, best):
+        best = moved
+    rate = _rate_of(rates, best)
+    return Throughput(best * unit, rate, max(0.0, bound / rate - 1))
 
 
 def _moved(rates: list[Floats], batches: Ints, total: int) -> Ints | None:
