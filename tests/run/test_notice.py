@@ -102,7 +102,7 @@ def test_a_run_that_is_stopped_keeps_all_that_was_computed(
     assert trained - kept < alone
     assert "the end" not in "".join(path.read_text() for path in out.glob("worker-*.log"))
 
-    done = pyps_run("--resume", out, "--samples", trained + 10 * B, tmp_path / "train.py", 0)
+    done = pyps_run("--resume", out, "--samples", trained + 10 * B, tmp_path / "train.py", 0, loaders)
     assert done.returncode == 0, done.stderr
     assert read_report(out / "report.json").samples.trained == trained + 10 * B
 
