@@ -11,27 +11,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from pyps.torch.weighted import WeightedHook
+from pyps.errors import InputError
+
+TIMED = ("cpu", "cuda")  # elsewhere a clock would time the launch of work, not the work
+
+
+class Meeting(Protocol):
+    """A hook, as a timer sees it: the waits on its device, and how often its ranks have met."""
+
+    @property
+    def waiting(self) -> Waiting: ...
+
+    def meetings(self) -> int: ...
 
 
 class Waiting:
     """The waits of a process on a device, and the ends of its passes; all of its hooks share one.
 
-    timers: those that hear of them.
+    timers: those that hear of them. device: which it is.
     """
 
     _on: ClassVar[dict[torch.device, Waiting]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.timers: WeakSet[ComputeTimer] = WeakSet()
-        self._device = device
+        self.device = device
         self._sent: Any = None  # when this rank had all gradients of a pass whose reductions are not over
 
     @classmethod
@@ -41,10 +51,10 @@ class Waiting:
 
     def mark(self) -> Any:
         """Now: seconds, or an event on the device's current stream."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     @contextmanager
@@ -112,10 +122,14 @@ class ComputeTimer:
     From the end of one step to the last gradient of the next: fetching data, forward and backward passes of
     all models with a hook, all micro-batches. Waits in between are left out. So is a stretch between passes
     in which the ranks have met. On CUDA times lie between events, and are read when these are over, so that
-    no thread waits for the device.
+    no thread waits for the device. Raises InputError on other devices.
     """
 
-    def __init__(self, hook: WeightedHook) -> None:
+    def __init__(self, hook: Meeting) -> None:
+        device = hook.waiting.device
+        if device.type not in TIMED:
+            expected = f"{' or '.join(TIMED)}: pyps cannot time the steps of other devices"
+            raise InputError("Rebalancer", "device", str(device), expected)
         self._waiting, self._hook = hook.waiting, hook
         self._began: Any = None
         self._waits: list[tuple[Any, Any]] = []

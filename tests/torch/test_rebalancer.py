@@ -24,6 +24,7 @@ from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
 from pyps.torch import GradientNoise, Rebalancer, SplitChange, to_sink
+from pyps.torch.waiting import ComputeTimer, Waiting
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
@@ -325,3 +326,20 @@ def test_a_loop_that_takes_two_rounds_a_step(ranks: Ranks) -> None:
     assert found[0]["changes"] >= 1
     assert found[0]["split"][0] > 1.8 * found[0]["split"][1]
     assert found[0]["trained"] == 60
+
+
+class OnDevice:
+    """A hook on a device that this machine may lack."""
+
+    def __init__(self, name: str) -> None:
+        self.waiting = Waiting(torch.device(name))
+
+    def meetings(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu:1"])
+def test_a_device_that_cannot_be_timed_is_refused(name: str) -> None:
+    """Their calls return before the work is done: the times would be those of its launch."""
+    with pytest.raises(InputError, match=f"Rebalancer: device: found {name}; expected cpu or cuda"):
+        ComputeTimer(OnDevice(name))
