@@ -179,8 +179,7 @@ INSTALL := $(PY) csrc/packaging/install.py
 
 # PEFT and TRL, of which only thorough tests know.
 .venv/fine-tune: .venv/dev
-	$(REQUIRED) fine-tune > .venv/fine-tune.txt
-	$(PIP) -r .venv/fine-tune.txt
+	@$(INSTALL) fine-tune
 	@touch $@
 
 # The C core again when it changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ def test_commands_exist() -> None:
                 assert (ROOT / file).is_file(), file
     assert named >= {"test", "test-oldest", "test-gpu", "wheels"}
     assert named <= targets
+
+
+def test_the_makefile_defines_what_it_uses() -> None:
+    """A variable that is gone would leave a command without its first words."""
+    goals = sorted(set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)))
+    command = ["make", "-n", "-B", "--warn-undefined-variables", *goals]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "undefined variable" not in done.stderr
 
 
 def test_only_the_upload_may_ask_for_a_token() -> None:
