@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from policy_drive import partition
 from run_scripts import until
 
+from pyps.formats.records import read_run
 from pyps.report.report import read_report
 from pyps.run.launcher import LAST_CHECKPOINT_SECONDS
 from pyps.run.options import GRACE_SECONDS
@@ -145,4 +147,5 @@ def test_a_rank_that_is_told_to_leave_comes_back(tmp_path: Path, shm: Path, port
     assert (first.returncode, again.returncode) == (0, 0), said
     reports = [read_report(path) for path in tmp_path.glob("job/rank-*/report.json")]
     assert len(reports) == 3
-    assert sum(report.samples.trained for report in reports) == 16000
+    trained = [record for folder in tmp_path.glob("job/rank-*") for record in read_run(folder)]
+    assert partition([(record.first, record.samples) for record in trained]) == [(0, 16000)]
