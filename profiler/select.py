@@ -48,6 +48,7 @@ CONFIRMING = 4  # batches on a form that prove it, also below the smallest
 TILES = 8, 16, 32, 64
 STAIRS_POINTS, STAIRS_FROM = 6, 3  # points, and stairs among them
 MOST_STAIRS = 256  # more are no different from a line
+WITHIN_STAIRS = 2  # points past the first stair that are no corner: without them a knee has the same points
 STAIRS_GAIN = 0.5  # stairs must reduce the loss at batches left out to this share
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 WITHIN = 0.95  # one side of 90 %
@@ -177,6 +178,7 @@ def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
         q
         for q in TILES
         if len(np.unique(np.ceil(batches / q))) >= STAIRS_FROM and batches[-1] <= MOST_STAIRS * q
+        if np.count_nonzero((batches > q) & (batches % q != 0)) >= WITHIN_STAIRS
     ]
     if not tiles or len(batches) < STAIRS_POINTS:
         return None
