@@ -39,6 +39,7 @@ from pyps.solver.online.decide import Cadence, Split, best_split, round_seconds
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import stretched
+from pyps.torch.decisions import Moves
 
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
 GLOBAL_BATCH, ROTATES, ROUNDS = 512, 40, 360
@@ -49,7 +50,7 @@ WAITS = (1, 2, 3, 4)  # rounds: the store's, DDP's, DDP's on GPUs; one more wher
 IMBALANCE = 0.10  # the longest step over the mean, less 1
 
 
-STORE, DDP = Rules(), Rules(window=5, deadband=0.03, rests=False)
+STORE, DDP = Rules(), Moves()
 DRIVERS = ("store", "ddp", "ddp on GPUs")
 LAGS = {"store": 1, "ddp": 2, "ddp on GPUs": 3}  # rounds from a change to the split for it, at least
 DRIFTED = 1.05  # of the oracle's time: what is promised of drifts

@@ -20,7 +20,7 @@ from common import digits, network
 from torch.nn.functional import cross_entropy
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
-from pyps.torch.torchft import UnevenReplica
+from pyps.torch.torchft import ReplicaData, UnevenReplica
 
 GLOBAL_BATCH, TIMEOUT = 96, timedelta(seconds=15)
 
@@ -51,7 +51,7 @@ def train(epochs: int, observe: Callable[[dict[str, Any]], None], **options: Any
     train_set, _ = digits()
     model, manager = network(), manager_of()
     optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.05))
-    replica = UnevenReplica(manager, model, train_set, GLOBAL_BATCH, **options)
+    replica = UnevenReplica(manager, model, ReplicaData(train_set, GLOBAL_BATCH), **options)
     manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
     manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
     while replica.epoch < epochs:

@@ -10,7 +10,7 @@ from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.compose import UnevenLoader, UnevenStep, uneven
-from pyps.torch.decisions import RankState
+from pyps.torch.decisions import Moves, RankState
 from pyps.torch.groups import UnevenGroupSampler
 from pyps.torch.hook import weighted_hook
 from pyps.torch.initial_split import agreed_split
@@ -27,6 +27,7 @@ __all__ = [
     "Cause",
     "GradientCheck",
     "GradientNoise",
+    "Moves",
     "RankState",
     "Rebalancer",
     "SplitChange",

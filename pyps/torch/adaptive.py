@@ -1,7 +1,7 @@
 """AdaptiveBatch: the global batch grows with the noise of the gradients, and the learning rate with it.
 
     noise, balance = GradientNoise(hook), Rebalancer(sampler, hook)
-    adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, max_batch=2048)
+    adaptive = AdaptiveBatch(noise, balance, optimizer, max_batch=2048)
     for epoch in ...:
         for ...:
             loss.backward(); noise.step(); optimizer.step(); balance.step()
@@ -46,7 +46,7 @@ class _State(msgspec.Struct, frozen=True):
 class AdaptiveBatch:
     """Chooses the global batch of each epoch. Every rank makes one, with the same options.
 
-    sampler, noise, balance, optimizer: those of the run; its learning rate is that of the sampler's batch.
+    noise, balance, optimizer: those of the run; its learning rate is that of the sampler's batch.
     max_batch: the largest global batch.
     rule: how the learning rate follows: adascale (for SGD), square-root (for Adam), linear or constant.
     least_efficiency: how much a sample has to contribute at least, relative to one in the first batch; 0.95
@@ -60,7 +60,6 @@ class AdaptiveBatch:
 
     def __init__(
         self,
-        sampler: UnevenBatchSampler,
         noise: GradientNoise,
         balance: Rebalancer,
         optimizer: torch.optim.Optimizer,
@@ -73,6 +72,7 @@ class AdaptiveBatch:
     ) -> None:
         if rule not in RULES:
             raise InputError("AdaptiveBatch", "rule", repr(rule), f"one of {', '.join(RULES)}")
+        sampler = balance.sampler
         if not isinstance(sampler, UnevenBatchSampler):
             expected = "an UnevenBatchSampler: a stream's batch stays"
             raise InputError("AdaptiveBatch", "sampler", type(sampler).__name__, expected)

@@ -7,16 +7,32 @@ Balancer's, on the first rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from pyps.solver.online.balancer import Balancer
+from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Cadence, SplitChange
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.state import ReadingMessage
 from pyps.torch.consensus import Consensus
 from pyps.torch.rounds import RoundIndex, Rounds, TrainedRounds
+
+
+@dataclass(frozen=True)
+class Moves(Rules):
+    """When samples move between ranks that all take part in each step.
+
+    window: steps between two decisions, an odd number. deadband: the least share of a round's time that a
+    change must save. moves: samples move for speed, not only as ranks come and go.
+    """
+
+    window: int = 5
+    deadband: float = 0.03
+    rests: bool = field(default=False, init=False)
+
+
+USUAL = Moves()
 
 
 class WindowReport(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@
         optimizer.step()
         balance.step()
 
-Each rank times its own part of its steps. Every `window` steps it reports what its device costs now. One step
+Each rank times its own part of its steps. Every few steps it reports what its device costs now. One step
 later the first rank decides. Another step later all ranks read the decision, and the new batches start at the
 same round on all of them, one that no rank's DataLoader has fetched yet. B stays the same. Between these
 steps all ranks have met in a reduction, so no rank waits for a message.
@@ -31,14 +31,14 @@ from pyps.formats import MAX_BATCH, Profile
 from pyps.formats.files import learnt
 from pyps.metrics import Reading, Sink
 from pyps.solver.costs import Cost
-from pyps.solver.online.balancer import Balancer, Rules
+from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.decide import SplitChange
 from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
-from pyps.torch.decisions import RankState, SplitDecision, SplitDecisions
+from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.waiting import ComputeTimer
@@ -61,7 +61,7 @@ class _Knowledge(DeviceState, frozen=True, kw_only=True):
 
 
 class Rebalancer:
-    """Moves samples between ranks while they train. Every rank makes one, with the same window and deadband.
+    """Moves samples between ranks while they train. Every rank makes one, with the same `moves`.
 
     sampler: the UnevenBatchSampler or UnevenIterableDataset in use.
     hook: the model's WeightedHook.
@@ -69,9 +69,7 @@ class Rebalancer:
     max_batch: the largest batch that fits this device, if the profile does not give it.
     min_batch, batch_multiple: bounds of this rank's batch that every change keeps. With BatchNorm1d each
         micro-batch keeps two samples.
-    window: steps between decisions, an odd number.
-    deadband: the least share of a round's time that a change must save.
-    store: for messages between ranks; by default the process group's.
+    moves: when samples move, the same on all ranks.
     timeout: seconds to wait for ranks that make no Rebalancer.
 
     `history` holds every SplitChange, `states` the ranks in the latest window. Functions in `observers` are
@@ -89,13 +87,11 @@ class Rebalancer:
         max_batch: int | None = None,
         min_batch: int = 1,
         batch_multiple: int = 1,
-        window: int = 5,
-        deadband: float = 0.03,
-        store: Any = None,
+        moves: Moves = USUAL,
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
-        _check_types(sampler, hook, window)
-        consensus = Consensus("Rebalancer", hook.group, store, timeout, hook.peers)
+        _check_types(sampler, hook, moves.window)
+        consensus = Consensus("Rebalancer", hook.group, None, timeout, hook.peers)
         least = sampler.least * hook.least_samples
         least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))
@@ -105,10 +101,9 @@ class Rebalancer:
         self.latest: tuple[int, float] | None = None  # the last step that was measured: batch and seconds
         self.hook = hook
         self.timer = ComputeTimer(hook)
-        self._sampler, self._trained = sampler, TrainedRounds(sampler)
+        self.sampler, self._trained = sampler, TrainedRounds(sampler)
         self._device = BalancedDevice(prior, self._bounds)
-        rules = Rules(window=window, deadband=deadband, rests=False)
-        self._balancer = Balancer([], sampler.split, rules)  # its decisions are the first rank's
+        self._balancer = Balancer([], sampler.split, moves)  # its decisions are the first rank's
         every = consensus, self._device, self._balancer, sampler, self._trained
         self._decisions = SplitDecisions(*every, self._read)
         self._lockstep = hook.lockstep
@@ -214,7 +209,7 @@ class Rebalancer:
         if self.steps or self._gradients <= UNCOUNTED:
             self._trained.has_gradient()
         else:
-            self._sampler.trained = None
+            self.sampler.trained = None
         if self._gradients == UNUSED_STEPS and not self.steps:
             warnings.warn(
                 f"Rebalancer: {UNUSED_STEPS} gradients and no call of step(): the split never changes",
@@ -227,7 +222,7 @@ class Rebalancer:
         if self.steps <= WARM_UP or trained is None:
             return None
         size, own = trained
-        return own if size == self._sampler.global_batch else None
+        return own if size == self.sampler.global_batch else None
 
     def _read(self, decision: SplitDecision) -> None:
         """A window's result is known."""

@@ -1,6 +1,6 @@
 """UnevenReplica: uneven batches under torchft, where replicas die and come back and nothing restarts.
 
-    replica = UnevenReplica(manager, network, dataset, 96)
+    replica = UnevenReplica(manager, network, ReplicaData(dataset, 96))
     optimizer = torchft.Optimizer(manager, torch.optim.SGD(network.parameters(), lr=0.05))
     while replica.epoch < 10:
         optimizer.zero_grad()                           # torchft: the step's quorum
@@ -40,6 +40,7 @@ from pyps.solver.online.decide import Split, SplitChange, best_split
 from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import ReadingMessage
+from pyps.torch.decisions import USUAL, Moves
 from pyps.torch.replica_hook import ReplicaHook
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import proportional_split, round_sizes
@@ -106,62 +107,31 @@ def _shared(global_batch: int, said: Sequence[Said], readings: Sequence[DeviceRe
             passes += 1
 
 
-class UnevenReplica:
-    """A replica's model, data and step. manager: its torchft.Manager, of one process a replica.
+class ReplicaData:
+    """What the replicas train on, shuffled, each sample once an epoch, and where they stand in it.
 
-    model: the network, on its device. The replica's `model` is what trains it.
-    dataset: with a length; shuffled, each sample once an epoch.
-    global_batch: the samples of a step, of all replicas together.
-    profile, max_batch: of this replica's device, as in Rebalancer. A larger batch comes in `parts`.
-    rebalance: whether samples move for speed, not only as replicas come and go.
-    window, deadband: as in Rebalancer. seed, drop_last: as in UnevenBatchSampler.
-    count, reduction: as in weighted_hook. loading: of the DataLoader, such as num_workers and collate_fn.
-
-    `epoch` and `position` say where the data stand, `split` and `batch_size` what was agreed last, `history`
-    which changes were made for speed. Give all replicas the same data set, seed and global batch. Raises
-    InputError for a dataset without a length and a model with UnevenSyncBatchNorm.
+    dataset: with a length. global_batch: the samples of a step, of all replicas together. seed, drop_last: as
+    in UnevenBatchSampler. loading: of the DataLoader, such as num_workers and collate_fn. Raises InputError
+    for a dataset without a length.
     """
 
     def __init__(
         self,
-        manager: Any,
-        model: torch.nn.Module,
         dataset: Dataset[Any],
         global_batch: int,
         *,
-        profile: Profile | str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        rebalance: bool = True,
-        window: int = 5,
-        deadband: float = 0.03,
         seed: int = 0,
         drop_last: bool = False,
-        count: Callable[..., Any] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
         **loading: Any,
     ) -> None:
         if not isinstance(dataset, Sized):
-            raise InputError("UnevenReplica", "dataset", type(dataset).__name__, "one with a length")
-        self.manager, self.global_batch = manager, global_batch
-        # Buckets that torch cut anew after the first step would differ on a replica that comes later.
-        whole: dict[str, Any] = {"find_unused_parameters": True, "process_group": alone()}
-        self.model = DistributedDataParallel(model, **whole)
-        self.hook = ReplicaHook(self.model, manager, count, reduction)
-        self.split: Split = ()
-        self.history: list[SplitChange] = []
-        self._dataset, self._loading, self._drop_last = dataset, loading, drop_last
+            raise InputError("ReplicaData", "dataset", type(dataset).__name__, "one with a length")
+        self.global_batch = global_batch
+        self._dataset, self._drop_last, self._loading = dataset, drop_last, loading
         self._state = UnevenBatchSampler(len(dataset), [1], 0, seed=seed).state_dict()
-        prior, most = prior_of(profile)
-        self._device = BalancedDevice(prior, Bounds(1, min(most, max_batch or MAX_BATCH), required=True))
-        self._timer = ComputeTimer(self.hook)
-        self._rules, self._moves = Rules(window=window, deadband=deadband, rests=False), rebalance
-        self._at: tuple[int, int] | None = None  # this replica's place in the quorum that the split is for
-        self._step, self._since, self._timed = -1, 0, 0
-        self._asks, self._level, self._corrected = False, 1.0, False
         self._done = 0  # rounds since this sampler began
         self._sampler: UnevenBatchSampler | None = None
         self._batches: Iterator[Any] = iter(())
-        manager.register_state_dict_fn("pyps", self.load_state_dict, self.state_dict)
 
     @property
     def epoch(self) -> int:
@@ -172,6 +142,108 @@ class UnevenReplica:
     def position(self) -> int:
         """The samples of that epoch that were trained."""
         return int(self._state["position"])
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are batches of this epoch."""
+        return self._sampler is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there. Raises InputError for the state of another data set."""
+        UnevenBatchSampler(self._length, [1], 0).load_state_dict(state)
+        self._state = dict(state)
+
+    def begin(self, split: Split, rank: int) -> bool:
+        """Draw from the position on by the split; whether this rank gets samples: at an epoch's end some get
+        none, and compute without effect.
+        """
+        left = self._length - self.position
+        split = split if left >= len(split) else (1,) * left
+        drawn = min(rank, len(split) - 1)
+        self._sampler = UnevenBatchSampler(self._length, split, drawn, drop_last=self._drop_last)
+        self._sampler.load_state_dict(self._state)
+        self._done = 0
+        self._batches = iter(DataLoader(self._dataset, batch_sampler=self._sampler, **self._loading))
+        return rank == drawn
+
+    def draw(self) -> tuple[Any, tuple[int, int]]:
+        """The step's batch; its samples, of all ranks and of this one."""
+        assert self._sampler is not None
+        found = next(self._batches)
+        samples = self._sampler.round_samples(self._done)
+        assert samples is not None
+        return found, samples
+
+    def advance(self, samples: int) -> None:
+        """So many samples were trained by all replicas."""
+        self._done += 1
+        position = self.position + samples
+        everything = (self.global_batch,)  # at the end of an epoch no split matters
+        left = self._length - position
+        if left < 1 or not round_sizes(left, everything, drop_last=self._drop_last):
+            self._state = {**self._state, "epoch": self.epoch + 1, "position": 0}
+            self._sampler = None
+        else:
+            self._state = {**self._state, "position": position}
+
+    @property
+    def _length(self) -> int:
+        return int(self._state["length"])
+
+
+class UnevenReplica:
+    """A replica's model, data and step. manager: its torchft.Manager, of one process a replica.
+
+    model: the network, on its device. The replica's `model` is what trains it.
+    data: a ReplicaData: the same data set, seed and global batch on all replicas.
+    profile, max_batch: of this replica's device, as in Rebalancer. A larger batch comes in `parts`.
+    moves: when samples move. count, reduction: as in weighted_hook.
+
+    `epoch` and `position` say where the data stand, `split` and `batch_size` what was agreed last, `history`
+    which changes were made for speed. Raises InputError for a model with UnevenSyncBatchNorm.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        model: torch.nn.Module,
+        data: ReplicaData,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        max_batch: int | None = None,
+        moves: Moves = USUAL,
+        count: Callable[..., Any] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        self.manager, self.data = manager, data
+        # Buckets that torch cut anew after the first step would differ on a replica that comes later.
+        whole: dict[str, Any] = {"find_unused_parameters": True, "process_group": alone()}
+        self.model = DistributedDataParallel(model, **whole)
+        self.hook = ReplicaHook(self.model, manager, count, reduction)
+        self.split: Split = ()
+        self.history: list[SplitChange] = []
+        prior, most = prior_of(profile)
+        self._device = BalancedDevice(prior, Bounds(1, min(most, max_batch or MAX_BATCH), required=True))
+        self._timer = ComputeTimer(self.hook)
+        self._moves = moves
+        self._at: tuple[int, int] | None = None  # this replica's place in the quorum that the split is for
+        self._step, self._since, self._timed = -1, 0, 0
+        self._asks, self._level, self._corrected = False, 1.0, False
+        manager.register_state_dict_fn("pyps", self.load_state_dict, self.state_dict)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step."""
+        return self.data.epoch
+
+    @property
+    def position(self) -> int:
+        """The samples of that epoch that were trained."""
+        return self.data.position
 
     @property
     def batch_size(self) -> int:
@@ -185,69 +257,57 @@ class UnevenReplica:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand. torchft gives it to replicas that come; put it into checkpoints, too."""
-        return dict(self._state)
+        return self.data.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there. Raises InputError for the state of another data set."""
-        UnevenBatchSampler(len(self._dataset), [1], 0).load_state_dict(state)
-        self._state, self._at = dict(state), None
+        self.data.load_state_dict(state)
+        self._at = None
 
     def batch(self) -> Any:
         """This replica's samples of the step, once its quorum is there, as a DataLoader collates them."""
         rank, replicas = self.manager.participating_rank(), self.manager.num_participants()
         self._step = self.manager.current_step()
         here = None if rank is None else (rank, replicas)
-        if self._agree(here) or self._sampler is None:
-            self._begin(here)
+        if self._agree(here) or not self.data.begun:
+            drawn = self.data.begin(self.split, here[0] if here else 0)
+            self.hook.idle = here is None or not drawn
         self._timer.start()
-        found = next(self._batches)
-        assert self._sampler is not None
-        samples = self._sampler.round_samples(self._done)
-        assert samples is not None
+        found, samples = self.data.draw()
         self.hook.expected, self.hook.rows = (0 if here is None else samples[0]), samples[1]
         return found
 
     def step(self) -> bool:
         """Call it after the optimizer's step: whether that was committed. If not, its samples come again."""
         done = self.manager.current_step() > self._step
-        self._timer.finish(self.hook.rows if done and self.hook.trained == self.global_batch else None)
+        self._timer.finish(self.hook.rows if done and self.hook.trained == self.data.global_batch else None)
         for batch, seconds in self._timer.finished():
             self._timed += 1
             if batch is not None and self._timed > WARM_UP and not self.hook.idle:
                 self._device.hear(batch, seconds)
-        self._asks = self._moves and self._device.tells(self._rules.window)
+        self._asks = self._moves.moves and self._device.tells(self._moves.window)
         if not done:
             self._at = None
             return False
-        self._since, self._done = self._since + 1, self._done + 1
-        self._advance(self.hook.trained)
+        self._since += 1
+        self.data.advance(self.hook.trained)
         return True
-
-    def _advance(self, samples: int) -> None:
-        """So many samples were trained by all replicas."""
-        position, left = self.position + samples, self._state["length"] - self.position - samples
-        everything = (self.global_batch,)  # at the end of an epoch no split matters
-        if left < 1 or not round_sizes(left, everything, drop_last=self._drop_last):
-            self._state = {**self._state, "epoch": self.epoch + 1, "position": 0}
-            self._sampler = None
-        else:
-            self._state = {**self._state, "position": position}
 
     def _agree(self, here: tuple[int, int] | None) -> bool:
         """Whether the step has another split than the one before. here: this replica's place among how many;
         None: it only looks on, until it has the others' state.
         """
         joined = here is None or here != self._at
-        due = self._moves and self._since >= self._rules.window
+        due = self._moves.moves and self._since >= self._moves.window
         asked = torch.tensor([float(joined or due or self._asks)], device=self.hook.device)
         if self.hook.sum(asked) and not bool(asked) and here is not None:
             return False
         said = self._exchanged(here, joined) if bool(asked) else None
         if said is None or here is None:  # or a replica is gone; the step will not be committed
             equal = (1,) * self.manager.num_participants()
-            self._at, self.split = None, proportional_split(self.global_batch, equal)
+            self._at, self.split = None, proportional_split(self.data.global_batch, equal)
             return True
-        found = decided(self.global_batch, said, self._rules, self._step)
+        found = decided(self.data.global_batch, said, self._moves, self._step)
         changed = joined or found.split != self.split
         self.split, self._at, self._since = found.split, here, 0
         if changed:
@@ -277,23 +337,11 @@ class UnevenReplica:
 
     def _message(self, here: tuple[int, int], joined: bool) -> bytes:
         own = max(1, self.batch_size) if joined else self.split[here[0]]
-        reading = self._device.read(self._rules.window, self._since < self._rules.window, own, own)
+        reading = self._device.read(self._moves.window, self._since < self._moves.window, own, own)
         online = self._device.online
         known = online.profiled or bool(online.known)
         found = ReadingMessage.of(replace(reading, batch=own))
         return msgspec.json.encode(Said(joined, known, found, self._level, self._corrected))
-
-    def _begin(self, here: tuple[int, int] | None) -> None:
-        """Draw from the position on by the split. A replica that gets no sample computes without effect."""
-        left = self._state["length"] - self.position
-        split = self.split if left >= len(self.split) else (1,) * left
-        rank = min(here[0] if here else 0, len(split) - 1)
-        self.hook.idle = here is None or here[0] > rank
-        length: int = self._state["length"]
-        self._sampler = UnevenBatchSampler(length, split, rank, drop_last=self._drop_last)
-        self._sampler.load_state_dict(self._state)
-        self._done = 0
-        self._batches = iter(DataLoader(self._dataset, batch_sampler=self._sampler, **self._loading))
 
 
 def alone() -> Any:

@@ -39,7 +39,7 @@ def trained(
     cost = costs[dist.get_rank(group)]
     noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook, profile_of(cost))
     balance.timer = EmulatedTimer(cost)  # type: ignore[assignment]
-    adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, **options)
+    adaptive = AdaptiveBatch(noise, balance, optimizer, **options)
     state: dict[str, Any] = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
     if loads and folder is not None:
         pyps.torch.load(folder, model, optimizer, sampler, group=group, **state)

@@ -23,6 +23,7 @@ from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
 from pyps.solver.online.decide import best_split, round_seconds
 from pyps.torch import (
+    Moves,
     Rebalancer,
     UnevenBatchSampler,
     UnevenIterableDataset,
@@ -185,7 +186,7 @@ def store_is_gone(group: dist.ProcessGroup) -> list[str]:
 
     sampler = UnevenBatchSampler(64, [5, 3], dist.get_rank(group))
     ddp = DistributedDataParallel(net(), process_group=group)
-    balance = Rebalancer(sampler, weighted_hook(ddp), window=3)
+    balance = Rebalancer(sampler, weighted_hook(ddp), moves=Moves(window=3))
     said = []
     with mock.patch.object(Consensus, "decision", gone):
         for rows in sampler:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
+from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, weighted_hook
 
 SPLIT_OF_FOUR = [3, 1]
 LENGTH = 46  # of the data set: the last round of an epoch is short
@@ -41,7 +41,7 @@ def make(
         sampler,
         {
             "hook": hook,
-            "rebalancer": Rebalancer(sampler, hook, window=3),
+            "rebalancer": Rebalancer(sampler, hook, moves=Moves(window=3)),
             "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 9], gamma=0.5),
         },
     )

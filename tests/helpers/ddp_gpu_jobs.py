@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyps.torch
-from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
+from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
 from pyps.torch import ddp_hook as hook_module
 from pyps.torch.waiting import ComputeTimer
 
@@ -60,7 +60,7 @@ def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
         sampler = UnevenBatchSampler(40, agreed_split(8, group=alone), 0)
         ddp = on_gpu(alone)
         hook = weighted_hook(ddp, sampler, wire=wire)
-        balance = Rebalancer(sampler, hook, window=3)
+        balance = Rebalancer(sampler, hook, moves=Moves(window=3))
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for number, chosen in enumerate(sampler):
             inputs, targets = (x.to(GPU) for x in numbers(number, len(chosen)))
@@ -72,7 +72,7 @@ def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
         other = on_gpu(alone)
         theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
         hook = weighted_hook(other, sampler, wire=wire)
-        state = {"hook": hook, "balance": Rebalancer(sampler, hook, window=3)}
+        state = {"hook": hook, "balance": Rebalancer(sampler, hook, moves=Moves(window=3))}
         assert pyps.torch.load(folder / wire, other, theirs, sampler, group=alone, **state) is not None
         assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), other.parameters(), strict=True))
         models.append(flat(ddp.parameters()))
@@ -85,7 +85,7 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
     ddp = on_gpu(alone)
     sampler = UnevenBatchSampler(10_000, [8], 0)
     hook = weighted_hook(ddp, sampler, wire=wire)
-    balance = Rebalancer(sampler, hook, window=3)
+    balance = Rebalancer(sampler, hook, moves=Moves(window=3))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     inputs, targets = part(0, [8], alone)
     try:

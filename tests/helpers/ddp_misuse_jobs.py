@@ -128,7 +128,7 @@ def second_hook(group: dist.ProcessGroup) -> str:
 def idle(group: dist.ProcessGroup) -> list[str]:
     """The warnings of a run whose epochs are too short for a change of the split."""
     training = Training(group, samples=10)  # two rounds an epoch
-    balance = Rebalancer(training.sampler, training.hook, window=5)
+    balance = Rebalancer(training.sampler, training.hook)
     balance.timer = EmulatedTimer(Line(0.01, 0.001))  # type: ignore[assignment]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

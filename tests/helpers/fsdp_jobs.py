@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyps.torch
 from pyps.torch import (
     GradientNoise,
+    Moves,
     Rebalancer,
     UnevenBatchSampler,
     UnevenSyncBatchNorm,
@@ -220,7 +221,7 @@ def train(
     rank = dist.get_rank(group)
     sampler = UnevenBatchSampler(LENGTH, split, rank, seed=3, accumulate=[1, 2, *[1] * (len(split) - 2)])
     hook = weighted_hook(model, sampler)
-    state: dict[str, Any] = {"hook": hook, "rebalancer": Rebalancer(sampler, hook, window=3)}
+    state: dict[str, Any] = {"hook": hook, "rebalancer": Rebalancer(sampler, hook, moves=Moves(window=3))}
     inputs, targets = numbers(0, LENGTH, torch.float64)
     step, taken = 0, []
     if loads:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pyps.torch import torchft as adapter
-from pyps.torch.torchft import UnevenReplica
+from pyps.torch.torchft import ReplicaData, UnevenReplica
 
 B, SAMPLES, RATE = 24, 150, 0.05
 mse = nn.functional.mse_loss
@@ -100,7 +100,7 @@ def begun(manager: Any, seed: int, **options: Any) -> tuple[UnevenReplica, torch
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
 
-    replica = UnevenReplica(manager, model, data(), B, **options)
+    replica = UnevenReplica(manager, model, ReplicaData(data(), B), **options)
     manager.register_state_dict_fn("model", load, lambda: [model.state_dict(), optimizer.state_dict()])
     return replica, optimizer
 

@@ -142,7 +142,7 @@ def trained(
     noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook)
     cost = costs[rank]
     balance.timer = EmulatedTimer(Line(cost.fixed_seconds, cost.per_sample_seconds * (1 + 0.3 * peer)))  # type: ignore[assignment]
-    adaptive = AdaptiveBatch(sampler, noise, balance, optimizer, max_batch=4 * BATCH)
+    adaptive = AdaptiveBatch(noise, balance, optimizer, max_batch=4 * BATCH)
     state = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
     if folder is not None and folder.exists():
         pyps.torch.load(folder, model, optimizer, sampler, **state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import adaptive_jobs as jobs
@@ -86,6 +87,11 @@ def test_a_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
             assert torch.equal(one, other)
 
 
+def _balance(sampler: UnevenBatchSampler) -> Any:
+    """A Rebalancer, as far as AdaptiveBatch reads one that measures nothing."""
+    return SimpleNamespace(sampler=sampler)
+
+
 def test_what_is_refused() -> None:
     sampler = UnevenBatchSampler(100, [8, 8], 0, accumulate=2)
     for options, said in (
@@ -93,7 +99,7 @@ def test_what_is_refused() -> None:
         ({"max_batch": 8}, "max_batch: found 8; expected at least the global batch, 16"),
     ):
         with pytest.raises(InputError, match=said):
-            AdaptiveBatch(sampler, *[cast(Any, None)] * 3, **cast(Any, options))
+            AdaptiveBatch(cast(Any, None), _balance(sampler), cast(Any, None), **cast(Any, options))
     with pytest.raises(InputError, match=r"batches\[1\]: found 1; expected at least 2, to accumulate"):
         sampler.resize([30, 1])
     sampler.resize([30, 20])
@@ -109,7 +115,7 @@ class _Measured:
 def _adaptive(split: list[int]) -> tuple[UnevenBatchSampler, AdaptiveBatch, torch.optim.Optimizer]:
     sampler = UnevenBatchSampler(600, split, 0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    adaptive = AdaptiveBatch(sampler, cast(Any, _Measured), cast(Any, None), optimizer, max_batch=64)
+    adaptive = AdaptiveBatch(cast(Any, _Measured), _balance(sampler), optimizer, max_batch=64)
     adaptive._devices = lambda: [RankDevice(Line(0.05, 0.001), 1, 64, 1)] * len(split)  # type: ignore[method-assign]
     return sampler, adaptive, optimizer
 

@@ -18,12 +18,12 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.metrics import Reading, Sink
 from pyps.solver import Cost, Line
-from pyps.solver.online.balancer import Balancer, Rules
+from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
-from pyps.torch import GradientNoise, Rebalancer, SplitChange, to_sink
+from pyps.torch import GradientNoise, Moves, Rebalancer, SplitChange, to_sink
 from pyps.torch.waiting import ComputeTimer, Waiting
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
@@ -117,7 +117,7 @@ def test_steps_that_scatter_by_half_move_hardly_anything(speeds: tuple[float, ..
     for seed in range(10):
         luck, split = random.Random(seed), (64,) * len(speeds)
         devices = [BalancedDevice(bounds=Bounds(required=True)) for _ in costs]
-        balancer = Balancer(devices, split, Rules(window=WINDOW, deadband=DEADBAND, rests=False))
+        balancer = Balancer(devices, split, Moves(WINDOW, DEADBAND))
         for step in range(1, 81):
             for device, cost, batch in zip(devices, costs, split, strict=True):
                 device.hear(batch, cost.seconds(batch) * luck.uniform(0.5, 1.5))
@@ -254,7 +254,7 @@ def test_a_call_that_was_forgotten_is_named(
 
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match=r"window.*4.*odd"):
-        Rebalancer(None, None, window=4)  # type: ignore[arg-type]
+        Rebalancer(None, None, moves=Moves(window=4))  # type: ignore[arg-type]
 
 
 def profile(fixed: float, each: float, most: int | None = None) -> Profile:
