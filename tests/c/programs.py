@@ -221,7 +221,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
         rounds = str(10 * faults)
         return [*commands, ("threads", "asp", rounds, "3"), ("threads", "bsp", rounds, "1")]
     torture = [
-        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm, "1", "0", threads)
+        ("torture", policy, optimizer, str(faults), "1", chunks, buffers, clip_norm, "1", "0", threads, "0")
         for policy, optimizer, chunks, buffers, clip_norm, threads in (
             ("asp", "adamw", "4", "2", "0", "1"),
             ("bsp", "momentum", "1", "1", "100", "1"),

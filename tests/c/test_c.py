@@ -38,6 +38,7 @@ CASES = [
     torture.Case("saps", "momentum", buffers=1),
     torture.Case("r2sp", "adamw"),
     torture.Case("hps", "sgd", clip_norm=torture.CLIP_NORM),
+    torture.Case("asp", "momentum", threads=3, distance=20),
 ]
 
 

@@ -72,7 +72,7 @@ def test_kernels_and_codecs_are_clean(folder: Path) -> None:
 )
 def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str, threads: str) -> None:
     program = programs.build(folder, "torture", "address")
-    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1", bf16, threads)
+    done = programs.run(program, policy, optimizer, "40", "7", "4", "2", "100", "1", bf16, threads, "0")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,15 +1,16 @@
 /* torture.c: processes that are killed and stopped at every failpoint of the store, and the parameters that
  * must come out.
  *
- * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS MASTER THREADS: so many chunks, staging
- * buffers a worker, and threads of it that apply; MASTER is 0, or 1: parameters are kept as bf16. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
+ * Usage: torture POLICY OPTIMIZER FAULTS SEED CHUNKS BUFFERS CLIP_NORM PARTS MASTER THREADS DISTANCE: so many chunks,
+ * staging buffers a worker, threads of it that apply, and pushes between two faults, about; MASTER is 0, or 1: parameters
+ * are kept as bf16. Three workers push, an observer joins and leaves, and a reaper without a slot looks for the dead. Every
  * push has the same gradient, so the parameters at version V are those after V optimizer steps, whichever worker
  * died and wherever: a push lost, doubled or torn, or a norm of other chunks than all, would show in their bits.
  * `expected` takes those steps with the scalar kernels alone. Every codec carries the
  * gradients exactly. Each push draws a codec, error feedback or not, and whether it is an exchange. With PARTS 2 every
  * push is of one half of the parameters, and the pushes that both halves show are together as many as the version.
  *
- * Each draws a fault and how many failpoints it passes before it. A stop is short, or longer than the round
+ * Each draws a fault, how many pushes of all workers it lets pass (none with DISTANCE 0), and how many failpoints then. A stop is short, or longer than the round
  * timeout, so that a worker wakes up fenced; then the process goes on to its next fault, or is killed as it is.
  * Some stops take a second process along, wherever that is.
  */
@@ -57,13 +58,17 @@ static const char *const optimizers[] = {
     [PYPS_SGD] = "sgd", [PYPS_MOMENTUM] = "momentum", [PYPS_ADAMW] = "adamw"};
 
 static uint32_t threads;
-static atomic_long countdown; /* failpoints left until this process's next fault; 0: no fault is planned */
+static unsigned long distance;           /* pushes between two faults of all processes, about */
+static _Atomic unsigned long not_before; /* so many pushes of all workers */
+static atomic_long
+    countdown; /* failpoints left after that until this process's next fault; 0: no fault is planned */
 static int fault;
 
 static void draw_fault(void) {
     long most = 400; /* in a store of many chunks now and then enough to get to the last ones */
     for (int chunks = parameters / CHUNK; chunks > 4 && rand() % 8; chunks /= 2) most *= 2;
     countdown = 1 + rand() % most;
+    not_before = shared->acknowledged + (unsigned long)rand() % (2 * CHILDREN * distance + 1);
     fault = rand() % 3 ? SIGKILL : SIGSTOP;
 }
 
@@ -80,7 +85,7 @@ static void record(const char *name) {
 }
 
 void pyps_failpoint(const char *name) {
-    if (!countdown || atomic_fetch_sub(&countdown, 1) != 1) return;
+    if (!countdown || shared->acknowledged < not_before || atomic_fetch_sub(&countdown, 1) != 1) return;
     record(name);
     raise(fault);
     draw_fault(); /* it was a stop, and it is over */
@@ -259,9 +264,15 @@ static void work(pyps_store *s, int rank) {
     must(pyps_leave(s), "leave");
 }
 
+/* Of those that do not push: with pushes between faults, they leave these the cores. */
+static bool goes_on(void) {
+    if (distance) usleep(2000);
+    return !shared->finish;
+}
+
 static void observe(pyps_store *s) {
     uint64_t version;
-    while (!shared->finish) {
+    while (goes_on()) {
         must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join as an observer");
         must(pyps_pull(s, flat, &version), "an observer's pull");
         check_whole(version);
@@ -272,7 +283,7 @@ static void observe(pyps_store *s) {
 
 static void reap(pyps_store *s) {
     pyps_status status;
-    while (!shared->finish) {
+    while (goes_on()) {
         must(pyps_reap(s, NULL), "reap without a slot");
         must(pyps_get_status(s, &status), "status without a slot");
     }
@@ -402,11 +413,12 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 11) return 2;
+    if (argc != 12) return 2;
     while (strcmp(optimizers[optimizer], argv[2]))
         if (++optimizer == sizeof optimizers / sizeof *optimizers) return 2;
     int faults = atoi(argv[3]), chunks = atoi(argv[5]);
-    alarm(60 + (unsigned)faults * (unsigned)(1 + chunks / 64) / 2);
+    distance = strtoul(argv[11], NULL, 10);
+    alarm(60 + (unsigned)faults * (unsigned)(1 + chunks / 64) * (1 + (unsigned)distance / 20) / 2);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     parameters = chunks * CHUNK - UNUSED, flat = calloc((size_t)chunks, CHUNK * sizeof *flat);
     hypers[optimizer].clip_norm = (float)atof(argv[7]), parts = atoi(argv[8]);
