@@ -25,6 +25,7 @@
 
 PYTHON ?= python3
 FAULTS ?= 5000
+TORTURE ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
