@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 
 from pyps.formats.mode import PaceKind
 
-WARM: dict[PaceKind, int] = {"round": 10, "clock": 100, "free": 10}  # steps of the slowest before it counts
+# Steps of the slowest before it counts. Without rounds it takes tens of them until transfers that began
+# together are out of step, and meet as seldom as they will.
+WARM: dict[PaceKind, int] = {"round": 10, "clock": 100, "free": 100}
+LEAST_WARM = 10  # where workers are so many that there is no time for more
 MEASURED = 40  # steps of the slowest that do
 AHEAD, AHEAD_PIPELINED = 1, 3  # steps, at a clock's pace; from a larger bound the same comes, but later
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples are evenly spread
+UNLIKE = 1e-3  # relative: how unlike the steps of equal devices are
 MOST_EVENTS = 200_000  # about a second
 
 
@@ -78,7 +83,8 @@ class _Motion:
     """The workers of a plan, in motion."""
 
     def __init__(self, kind: PaceKind, compute: Sequence[float], trips: Sequence[Trip]) -> None:
-        self.compute, self.trips = compute, trips
+        self.compute = _unlike(compute) if kind == "free" else compute
+        self.trips = trips
         self.steps = WARM[kind] + MEASURED
         clock = [AHEAD if trip.depth == 1 else AHEAD_PIPELINED for trip in trips]
         bounds: dict[PaceKind, list[float]] = {"round": [0] * len(trips), "clock": [*clock]}
@@ -178,6 +184,13 @@ class _Motion:
                 self._at(self.now + self.trips[j].latency_seconds, READY, j, DOWN)
 
 
+def _unlike(compute: Sequence[float]) -> list[float]:
+    """Steps that differ a little. Workers that are alike to the last bit would send together for ever; in a
+    run any noise parts them, since the one that sends first has the link alone, and gains.
+    """
+    return [seconds * (1 + UNLIKE * ((GOLDEN * k + 0.5) % 1 - 0.5)) for k, seconds in enumerate(compute)]
+
+
 def iteration_in_motion(
     kind: PaceKind, batches: Sequence[int], compute: Sequence[float], trips: Sequence[Trip]
 ) -> float | None:
@@ -187,9 +200,9 @@ def iteration_in_motion(
     """
     motion = _Motion(kind, compute, trips)
     motion.run()
-    if len(motion.closed) <= motion.steps:
+    if len(motion.closed) <= LEAST_WARM + MEASURED:
         return None
-    begin, end = motion.closed[WARM[kind]], motion.closed[-1]
+    begin, end = motion.closed[-1 - MEASURED], motion.closed[-1]
     if kind != "free":
         return (end - begin) / MEASURED
     rate = 0.0
