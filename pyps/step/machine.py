@@ -77,8 +77,11 @@ class StepRules:
 
     @property
     def exchanges(self) -> bool:
-        """Whether a push brings the next step's parameters."""
-        return self.needs.uses_turns or self.needs.starts_at_once
+        """Whether a push brings the next step's parameters: no other worker changes them before that, or need
+        not wait to.
+        """
+        needs = self.needs
+        return needs.uses_turns or needs.starts_at_once or needs.waits_for_rounds
 
     @property
     def may_run_ahead(self) -> bool:
@@ -96,8 +99,11 @@ class StepRules:
 
     def is_old(self, version: int, claimed_at: int) -> bool:
         """Whether parameters that a push brought back should be pulled again before this step: others have
-        pushed more than once each since then, while the script evaluated the model, say. Never in a turn.
+        pushed more than once each since then, while the script evaluated the model, say; or rounds went by
+        without this worker, which had rested or was late. Never in a turn.
         """
+        if self.needs.waits_for_rounds:
+            return claimed_at > version
         return self.needs.starts_at_once and claimed_at - version > self.ranks
 
 

@@ -63,7 +63,7 @@ STEP = ((Wanted(), ClaimNext()), (Claimed(1, 0), Pull()), (Pulled(0), Compute(0,
 
 
 def test_a_serial_step_waits_for_its_push() -> None:
-    m = machine("bsp")
+    m = machine("ssp")
     play(
         m,
         *STEP,
@@ -88,6 +88,14 @@ def test_an_exchange_brings_the_next_parameters_unless_they_are_old() -> None:
     play(m, *exchange, (Wanted(), ClaimNext()), (Claimed(1, 5 + RANKS), Pull()))
 
 
+def test_a_round_brings_the_next_parameters_unless_others_went_by() -> None:
+    m = machine("bsp")
+    play(m, *STEP, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(1), Load()))
+    play(m, (Loaded(), Return()), (Wanted(), ClaimNext()), (Claimed(1, 1), Compute(1, may_claim=True)))
+    play(m, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(2), Load()))
+    play(m, (Loaded(), Return()), (Wanted(), ClaimNext()), (Claimed(1, 3), Pull()))
+
+
 def test_a_turn_that_brought_parameters_is_never_old() -> None:
     m = machine("r2sp")
     play(m, *STEP, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(4), Load()))
@@ -95,7 +103,7 @@ def test_a_turn_that_brought_parameters_is_never_old() -> None:
 
 
 def test_a_pipeline_claims_ahead_and_keeps_depth_minus_one_under_way() -> None:
-    m, ask = machine("hps", 3), Ask(claims=1)
+    m, ask = machine("hps", 3), Ask(exchanges=True, claims=1)
     play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
     play(m, (Computed(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(0)))
     play(
@@ -123,8 +131,13 @@ def test_a_pipeline_without_claims_waits_for_one() -> None:
 def test_fenced_in_a_pipeline_all_that_travels_fails_and_the_step_is_dropped() -> None:
     m = machine("hps", 3)
     play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
-    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
-    play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(
+        m,
+        (Computed(), Take(waits=False)),
+        (Pending(), Send(Ask(exchanges=True, claims=1))),
+        (Sent(), Return()),
+    )
     play(m, (Wanted(), Compute(0)), (Computed(), Take()), (Arrived(fenced=True), Take()))
     play(m, (Arrived(fenced=True), Rejoin()), (Rejoined(), Return(dropped=True)), (Wanted(), ClaimNext(2)))
 
@@ -144,13 +157,18 @@ def test_fenced_before_a_step_the_worker_claims_anew() -> None:
 def test_a_worker_that_ran_ahead_waits_once_for_all() -> None:
     m = machine("hps", 3)
     play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
-    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
-    play(m, (Computed(), Take(waits=False)), (Pending(), Send(Ask(claims=1))), (Sent(), Return()))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(
+        m,
+        (Computed(), Take(waits=False)),
+        (Pending(), Send(Ask(exchanges=True, claims=1))),
+        (Sent(), Return()),
+    )
     late = Arrived(1, 1, waited=3.0, way=1.0, computed=1.0)
     play(m, (Wanted(), Compute(0)), (Computed(), Take()), (late, Take(waits=False)), (Pending(), Load()))
-    play(m, (Loaded(), Send(Ask(claims=1))), (Sent(), Return()))
+    play(m, (Loaded(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()))
     play(m, (Wanted(), Take()), (late, Take()), (Arrived(3, 1), Load()), (Loaded(), Compute(3)))
-    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(3)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(3)))
 
 
 def test_local_steps_wait_for_their_first_transfer() -> None:
@@ -208,16 +226,20 @@ def test_a_policy_that_looks_between_micro_batches_may_end_a_step() -> None:
 def test_nothing_is_under_way_after_a_flush() -> None:
     m = machine("hps", 2)
     play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
-    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
     play(m, (Flush(), Take()), (Arrived(1, 1), Load()), (Loaded(), Return()), (Refreshed(5), Return()))
-    play(m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(5)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(5)))
 
 
 def test_after_a_pipelines_transfer_has_failed_nothing_follows() -> None:
     m = machine("hps", 2)
     play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
     play(
-        m, (Computed(), Send(Ask(claims=1))), (Sent(), Return()), (Wanted(), Compute(0)), (Computed(), Take())
+        m,
+        (Computed(), Send(Ask(exchanges=True, claims=1))),
+        (Sent(), Return()),
+        (Wanted(), Compute(0)),
+        (Computed(), Take()),
     )
     m.receive(Interrupted(transfer=True))
     assert m.state is State.FAILED

@@ -180,8 +180,9 @@ def slow_worker(worker: Worker, seconds: float) -> None:
 
 
 def test_r2sp_in_real_threads_has_staleness_one_less_than_its_members(shm: Path, tmp_path: Path) -> None:
+    policy = R2SP(patience=1e6)  # else a thread that a busy machine stops for 0.1 s is passed over
     workers = [
-        join("ring", rank, batches=[3, 3, 3], samples=180, policy=R2SP(), run_dir=tmp_path)
+        join("ring", rank, batches=[3, 3, 3], samples=180, policy=policy, run_dir=tmp_path)
         for rank in range(3)
     ]
     run_threads(3, lambda rank: slow_worker(workers[rank], 0.01 * (rank + 1)))
