@@ -107,7 +107,20 @@ def attached(
     # before it knows whether this one was admitted, so that its residual counts.
     codec = None if settings.depth > 1 else settings.encoding.codec
     looks = _looks(attachment, store, settings, needs)
-    binding = Binding(attachment, store, codec, looks=looks, hooks=local is None)
+    check_depth(settings.most_depth, store)
+    merges = local.merges if local is not None else 0
+    rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
+    optimizer = store.layout.optimizer
+    follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
+    binding = Binding(
+        attachment,
+        store,
+        codec,
+        looks=looks,
+        hooks=local is None,
+        early=local is None and not follows,
+        overlaps=settings.depth > 1,
+    )
     if needs.resizes_batches:
         extra = (extra_buffers(settings.most_depth) + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
@@ -118,11 +131,6 @@ def attached(
         budget=budget,
         links=settings.make_links(),
     )
-    check_depth(settings.most_depth, store)
-    merges = local.merges if local is not None else 0
-    rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
-    optimizer = store.layout.optimizer
-    follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
     transport = Transport(
         client,
         binding,

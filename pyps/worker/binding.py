@@ -1,13 +1,15 @@
 """A model's parameters on one flat local vector, and its gradients on a staging buffer.
 
 A CPU fp32 parameter becomes a view of the vector, its `.grad` a view of the staging buffer
-(pyps.worker.direct): neither pull nor push copies anything more. Others (on a GPU, or of half precision) are
-copied over, in both directions.
+(pyps.worker.direct): neither pull nor push copies anything more. Others (on a GPU, or of half precision) go
+over a bus (pyps.worker.bus), in both directions: gradients by buckets (pyps.worker.buckets), parameters by
+ranges (pyps.worker.device_copies).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ from pyps.store.store import Store
 from pyps.worker.attach import Attachment
 from pyps.worker.averages import BufferBinding
 from pyps.worker.buckets import FORMATS, GradientBuckets, PinnedMemory
+from pyps.worker.bus import AtOnce, bus_of
 from pyps.worker.checks import BackwardCheck
+from pyps.worker.device_copies import DeviceCopies, HostVector
 from pyps.worker.direct import DirectGradients
 
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
@@ -33,7 +37,8 @@ class Binding:
 
     codec: encodes gradients on the device (see `codes`), if all of the model is on one device that can.
     looks: whether gradients are looked at on their way (see `looked`). hooks: whether backward makes what is
-    pushed.
+    pushed. early: whether transfers bring parameters while they go on; overlaps: and the model is in use
+    meanwhile.
     """
 
     def __init__(
@@ -44,71 +49,104 @@ class Binding:
         *,
         looks: bool = False,
         hooks: bool = True,
+        early: bool = False,
+        overlaps: bool = False,
     ) -> None:
-        self.flat = np.zeros(store.layout.flat_elements, np.float32)
         self._slices = {t.name: t for t in store.tensors}
-        local = torch.from_numpy(self.flat)
-        direct: list[tuple[nn.Parameter, Tensor]] = []
-        self._copied: list[tuple[nn.Parameter, Tensor, torch.Tensor]] = []
-        for entry in attachment.entries:
-            p, place = entry.parameter, self._slices[entry.name]
-            view = _slice(local, place)
-            if p.device.type == "cpu" and p.dtype is torch.float32:
-                p.data = view
-                direct.append((p, place))
-            else:
-                self._copied.append((p, place, view))
+        entries = [(entry.parameter, self._slices[entry.name]) for entry in attachment.entries]
+        devices = [p.device for p, _ in entries if p.device.type != "cpu"]
+        self.device = devices[0] if devices else torch.device("cpu")  # where steps are computed
+        self._pinned = PinnedMemory() if self.on_gpu else None
+        self._bus = bus_of(self.device)
+        self._elements = store.layout.flat_elements
+        self._vector = self.vector()
+        lives_here = [
+            p.device.type == "cpu" and p.dtype is torch.float32 and not self._bus.emulated for p, _ in entries
+        ]
+        direct = [entry for entry, here in zip(entries, lives_here, strict=True) if here]
+        copied = [entry for entry, here in zip(entries, lives_here, strict=True) if not here]
+        for p, place in direct:
+            p.data = _slice(self._vector.torch, place)
         self._direct = DirectGradients(direct, looks=looks, hooks=hooks)
-        copied = [(p, place) for p, place, _ in self._copied]
+        self._copied = copied
         self._buckets: GradientBuckets | None = None
-        if {p.device for p, _ in copied} == {self.device}:  # all of them in one place
+        one_place = {p.device for p, _ in copied} == {self.device}
+        if one_place:
             encodes = not direct and self.device.type in ENCODES_ON and codec in FORMATS
             how = codec if encodes else None
             elements = store.layout.trained_elements
-            self._buckets = GradientBuckets(copied, elements, self.device, how, looks=looks)
-        self._local = local
+            self._buckets = GradientBuckets(copied, elements, self._bus, how, looks=looks)
+        self._copies = DeviceCopies(
+            copied,
+            self._elements,
+            self._bus if one_place else AtOnce(),
+            self._pin,
+            early=early and one_place and not direct,
+            doubles=overlaps,
+        )
         # What is not overwritten of a staging buffer begins with zeros.
         places = self._direct.overwritten
         places += [place for _, place in copied] if self._buckets is not None else []
         self._cleared = _others(places, store.layout.flat_elements)
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
-        self._pinned = PinnedMemory() if self.on_gpu else None
-        if self._pinned is not None:
-            self._pinned.pin(self.flat)
         self._staging: torch.Tensor | None = None
         self._kept: list[torch.Tensor | None] = []
         self._backward = BackwardCheck()
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether some parameter lives outside the CPU."""
-        return any(p.device.type != "cpu" for p, _, _ in self._copied)
+    def flat(self) -> NDArray[np.float32]:
+        """The parameters that came last, fp32 [flat_elements]."""
+        return self._vector.array
 
     @property
-    def device(self) -> torch.device:
-        """Where steps are computed: the first GPU that has a parameter, else the CPU."""
-        devices = [p.device for p, _, _ in self._copied if p.device.type != "cpu"]
-        return devices[0] if devices else torch.device("cpu")
+    def on_gpu(self) -> bool:
+        """Whether some parameter lives outside the CPU."""
+        return self.device.type != "cpu"
+
+    def vector(self) -> HostVector:
+        """Room for parameters that are under way."""
+        return HostVector(self._elements, self._pin)
+
+    def _pin(self, array: NDArray[Any]) -> None:
+        if self._pinned is not None:
+            self._pinned.pin(array)
+
+    # Parameters that come.
+
+    def coming(self) -> None:
+        """A transfer begins, perhaps in another thread than the model's."""
+        self._copies.begin()
+
+    def arrived(self, first: int, count: int, vector: HostVector | None = None) -> None:
+        """In this transfer, a further range of what comes is final. vector: where; None: in `flat`."""
+        self._copies.arrived(vector or self._vector, first, count)
+
+    def came(self, vector: HostVector | None = None) -> None:
+        """All of it is."""
+        self._copies.end(vector or self._vector)
+
+    def take(self, vector: HostVector) -> HostVector:
+        """`flat` is what came in this vector. Returns one that is free."""
+        self._copies.forget()
+        if self._direct.places:
+            np.copyto(self.flat, vector.array)
+            return vector
+        free, self._vector = self._vector, vector
+        return free
+
+    def pulled(self) -> None:
+        """`flat` changed in another way than by a transfer."""
+        self._copies.forget()
 
     def refresh(self) -> None:
-        """After a pull into `flat`: update the parameters that are copies, and the averaged buffers."""
+        """After a change of `flat`: update the parameters that are copies, and the averaged buffers."""
         self.refresh_parameters()
-        self.buffers.load(self._local)
-        self._synchronize()
+        self.buffers.load(self._vector.torch)
 
     def refresh_parameters(self) -> None:
-        """After a pull into `flat`: update the parameters that are copies."""
-        if not self._copied:
-            return
-        with torch.no_grad():
-            for p, _, view in self._copied:
-                p.copy_(view, non_blocking=True)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            for device in {p.device for p, _, _ in self._copied}:
-                torch.cuda.synchronize(device)  # `flat` may change now
+        """After a change of `flat`: update the parameters that are copies."""
+        if self._copied:
+            self._copies.bring(self._vector)
 
     @property
     def codes(self) -> NDArray[np.uint8] | None:
@@ -127,10 +165,9 @@ class Binding:
             staging.flat[part] = 0.0
         self._staging = staging.torch()
         self._direct.begin(staging)
-        for p, _, _ in self._copied:
+        for p, _ in self._copied:
             p.grad = None
-        if self._pinned is not None:
-            self._pinned.pin(staging.flat)
+        self._pin(staging.flat)
         if self._buckets is not None:
             self._buckets.begin(self._staging)
 
@@ -157,7 +194,7 @@ class Binding:
         self._backward.check(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return self._direct.gradients() + [p.grad for p, _, _ in self._copied]
+        return self._direct.gradients() + [p.grad for p, _ in self._copied]
 
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients accumulated so far."""
@@ -192,7 +229,7 @@ class Binding:
                 self._buckets.forget()
             self._buckets.finish(scale)
         else:
-            for p, place, _ in self._copied:
+            for p, place in self._copied:
                 _copy_gradient(p, _slice(self._staging, place))
         return self._looked()
 
@@ -204,7 +241,7 @@ class Binding:
         """Detach from the staging buffer: `.grad` is None until the next `attach_grads`."""
         self._staging, self._kept = None, []
         self._direct.release()
-        for p, _, _ in self._copied:
+        for p, _ in self._copied:
             p.grad = None
 
     def close(self) -> None:
@@ -213,6 +250,7 @@ class Binding:
         self._direct.close()
         if self._buckets is not None:
             self._buckets.close()
+        self._copies.close()
         if self._pinned is not None:
             self._pinned.close()
 

@@ -1,17 +1,16 @@
 """Copy gradients from their parameters to a staging buffer, bucket by bucket while backward goes on.
 
-A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, a side
-stream copies it; with a codec it is encoded on the device first. A gradient that changes afterwards (clipped,
-unscaled) is copied again. On a CPU the copies are the same, but not asynchronous. What is copied is looked at
-on the way, so that a push need not: on a GPU by a flag that comes with it.
+A bucket is a range of the flat vector. As soon as backward has accumulated all of its gradients, it goes on
+the bus (pyps.worker.bus); with a codec it is encoded on the device first. A gradient that changes afterwards
+(clipped, unscaled) is copied again. What is copied is looked at on the way, so that a push need not: a flag
+comes with it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pyps import native
 from pyps.errors import InputError, NotFinite
 from pyps.native.values import Codec, EncodeCounts, NonFinite, Tensor
 from pyps.store.codec import Residual, encoded_bytes
+from pyps.worker.bus import Bus
 from pyps.worker.quantize import INT4, INT8, SCALE_BYTES, TINY, block_maxima, pack, quantize
 
 BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short enough to begin early
@@ -69,7 +68,7 @@ def buckets_of(
         parts = [
             Part(p, t.offset, max(first, t.offset), min(end, t.offset + t.elements), next(flags))
             for p, t in parameters
-            if t.offset < end and first < t.offset + t.elements
+            if t.elements and t.offset < end and first < t.offset + t.elements
         ]
         if parts:
             buckets.append(Bucket(first, end, parts))
@@ -79,17 +78,17 @@ def buckets_of(
 class GradientBuckets:
     """Gradients of these parameters, of one device.
 
-    parameters: with their places in the flat vector of `elements`. codec: int8 or int4, which needs
-    parameters in all of the vector; None: fp32. size: elements of a bucket; 0: the default. looks: whether
-    values that are not finite are looked for, where codes do not show them. The residual of the codes stays
-    on the device and is added to the next gradient; a process that dies loses it.
+    parameters: with their places in the flat vector of `elements`. bus: to the device. codec: int8 or int4,
+    which needs parameters in all of the vector; None: as `begin` says. size: elements of a bucket; 0: the
+    default. looks: whether values that are not finite are looked for, where codes do not show them. The
+    residual of the codes stays on the device and is added to the next gradient; a process that dies loses it.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[nn.Parameter, Tensor]],
         elements: int,
-        device: torch.device,
+        bus: Bus,
         codec: Codec | None = None,
         size: int = 0,
         *,
@@ -99,16 +98,15 @@ class GradientBuckets:
         self._looks = looks and codec is None
         size = size or (BUCKET_ELEMENTS if codec is None else ENCODED_ELEMENTS)
         self._buckets = buckets_of(parameters, elements, size)
-        cuda: Any = torch.cuda  # its constructors have no types
-        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._bus = bus
         self._parts = [part for bucket in self._buckets for part in bucket.parts]
-        self._flags: torch.Tensor | None = None  # the greatest value of each part, in size
-        if self._looks and device.type != "cpu":
-            self._flags = torch.zeros(len(self._parts), device=device)
+        device = parameters[0][0].device
+        self._flags = torch.zeros(len(self._parts), device=device)  # of each part: finite, if that is
+        self._seen = torch.zeros(len(self._parts), pin_memory=self.on_gpu)  # these, on the host
         self._to: torch.Tensor | None = None
         self._eager, self._scale = False, 1.0
         if codec is not None:
-            self._flat = torch.zeros(elements, device=device)
+            self._flat = torch.zeros(elements, device=device)  # on the device
             whole = torch.zeros(encoded_bytes(codec, elements), dtype=torch.uint8, pin_memory=self.on_gpu)
             self._codes: torch.Tensor = whole
         self._residual: Residual[torch.Tensor] = Residual(partial(torch.empty, elements, device=device))
@@ -123,7 +121,7 @@ class GradientBuckets:
 
     @property
     def on_gpu(self) -> bool:
-        return self._stream is not None
+        return self._flags.device.type == "cuda"
 
     @property
     def codes(self) -> NDArray[np.uint8]:
@@ -132,7 +130,7 @@ class GradientBuckets:
         return array
 
     def begin(self, to: torch.Tensor) -> None:
-        """Begin a new gradient. to: float32 [elements] in host memory, its destination without a codec."""
+        """Begin a new gradient. to: [elements] in host memory, where it goes without a codec."""
         self._to, self._eager = to, False
         self._residuals = self._residual.begin() if self.codec is not None else None
         self.forget()
@@ -155,15 +153,15 @@ class GradientBuckets:
         stale, self._scale = scale != self._scale, scale
         for bucket in self._buckets:
             if bucket.shipped != bucket.state() or (stale and self.codec is not None):
+                if bucket.shipped is not None:
+                    self._bus.wait_for_host()  # its first copy, which is not to end after this one
                 self._ship(bucket)
-        greatest = None
-        if self._flags is not None:
-            with self._on_side_stream():
-                greatest = self._flags.to("cpu", non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        if greatest is not None:
-            for part, flag in zip(self._parts, greatest.tolist(), strict=True):
+        if self._looks:
+            with self._bus.leaving():
+                self._bus.start_to_host(self._seen, self._flags)
+        self._bus.wait_for_host()
+        if self._looks:
+            for part, flag in zip(self._parts, self._seen.tolist(), strict=True):
                 part.finite = math.isfinite(flag)
         self._to, self._eager = None, False
 
@@ -192,41 +190,29 @@ class GradientBuckets:
         if not bucket.waiting:
             self._ship(bucket)
 
-    @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        """Work in here begins after what is queued now, and overlaps with what is queued later."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
     @torch.no_grad()
     def _ship(self, bucket: Bucket) -> None:
         assert self._to is not None  # for mypy: between begin() and finish()
-        target: Any = self._to if self.codec is None else self._flat
-        with self._on_side_stream():
+        with self._bus.leaving():
             for part in bucket.parts:
-                view, values = target[part.lo : part.hi], _values(part)
-                if values is None:
-                    view.zero_()
+                values = _values(part)
+                if self.codec is not None:
+                    _put(self._flat[part.lo : part.hi], values)
+                elif values is None:
+                    self._to[part.lo : part.hi].zero_()
                 else:
-                    view.copy_(values, non_blocking=True)
+                    self._bus.start_to_host(self._to[part.lo : part.hi], values)
                 if self._looks:
-                    self._look(part, view, values)
+                    self._look(self._flags[part.flag], values)
             if self.codec is not None:
                 self._encode(self.codec, bucket)
         bucket.shipped = bucket.state()
 
-    def _look(self, part: Part, copied: torch.Tensor, values: torch.Tensor | None) -> None:
-        """values: on the device, copied from there."""
-        if self._flags is None:
-            part.finite = native.finite(copied.numpy())
-        elif values is None:
-            self._flags[part.flag] = 0.0
+    def _look(self, flag: torch.Tensor, values: torch.Tensor | None) -> None:
+        if values is None:
+            flag.zero_()
         else:
-            self._flags[part.flag] = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
+            self._bus.start_look(flag, values)
 
     def _encode(self, codec: Codec, bucket: Bucket) -> None:
         assert self._residuals is not None  # for mypy: since begin()
@@ -242,10 +228,17 @@ class GradientBuckets:
         )
         form = FORMATS[codec]
         begin = bucket.first * form.bits // 8
-        self._codes[begin : begin + codes.numel()].copy_(codes, non_blocking=True)
+        self._bus.start_to_host(self._codes[begin : begin + codes.numel()], codes)
         first_scale = self._flat.numel() * form.bits // 8 + SCALE_BYTES * (bucket.first // form.block)
         packed = scales.view(torch.uint8)
-        self._codes[first_scale : first_scale + packed.numel()].copy_(packed, non_blocking=True)
+        self._bus.start_to_host(self._codes[first_scale : first_scale + packed.numel()], packed)
+
+
+def _put(to: torch.Tensor, values: torch.Tensor | None) -> None:
+    if values is None:
+        to.zero_()
+    else:
+        to.copy_(values)
 
 
 def _values(part: Part) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import Fenced, NotFinite, PushRejected, TimedOut
 from pyps.formats.records import Span
-from pyps.native.transfer import FinishTransfer, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, TransferRequest
 from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest, PushResult
 from pyps.step.transfer import Ask, Transfers, Verb
 from pyps.store.codec import decode_vector, encoded_vector_bytes
@@ -39,6 +39,9 @@ class Transfer:
     claims: list[Claim] = field(default_factory=list)
     staging: list[StagingBuffer] = field(default_factory=list)
     fenced: bool = False
+
+
+Finish = Callable[[Flat, ArrivalCallback], Transfer]  # the rest of a transfer that was begun
 
 
 class StoreClient:
@@ -131,16 +134,17 @@ class StoreClient:
         if self._budget is not None:
             self._budget.forget()
 
-    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> Callable[[Flat], Transfer]:
+    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> Finish:
         """Begin a transfer. Over a link, also an emulated one, this sends all of it; what is returned waits
-        for the reply, and writes the parameters. A store on this machine is asked only then.
+        for the reply, and writes the parameters. A store on this machine is asked only then, and tells of
+        ranges of them as they arrive.
 
         Call what is returned in the order of the beginnings, perhaps in another thread. It does not rejoin.
         """
         if self._links.emulated:
             return self._travel(request, ask, pull)
         if not self.store.servers:
-            return partial(self.transfer, request, ask, pull)
+            return lambda out, arrived: self.transfer(request, ask, pull, out, arrived=arrived)
         try:
             turn = self._await_turn(request)
         except Fenced:
@@ -164,7 +168,7 @@ class StoreClient:
         self.store.await_turn()
         return [("wait", began, time.monotonic())]
 
-    def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> Callable[[Flat], Transfer]:
+    def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> Finish:
         """A transfer over emulated links."""
         if self._trips is None:
             self._trips = RoundTrips(self._links, f"pyps-transfer-{self.store.rank}-store")
@@ -181,7 +185,9 @@ class StoreClient:
         before = partial(self._await_turn, request) if self._uses_turns and request.samples else None
         return partial(self._arrive, self._trips.begin(size, answer, before), params)
 
-    def _arrive(self, receive: Callable[[], Transfer], params: Flat, out: Flat) -> Transfer:
+    def _arrive(
+        self, receive: Callable[[], Transfer], params: Flat, out: Flat, _arrived: ArrivalCallback
+    ) -> Transfer:
         transfer = receive()
         if not transfer.fenced:
             np.copyto(out, params)
@@ -190,28 +196,35 @@ class StoreClient:
         spans.append(("pull", spans[-1][2], time.monotonic()))
         return transfer
 
-    def send(self, request: PushRequest, ask: Ask, out: Flat) -> Transfer:
-        """A whole transfer now, over emulated links too."""
+    def send(self, request: PushRequest, ask: Ask, out: Flat, arrived: ArrivalCallback) -> Transfer:
+        """A whole transfer now, over emulated links too. arrived: as for Store.send_and_pull."""
         try:
             turn = self._await_turn(request)
         except Fenced:
-            return _fenced(out)
+            return _fenced(out, arrived)
         began = time.monotonic()
         if request.samples:
             self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
-        transfer = self.transfer(request, ask, self.pull_codec, out, began)
+        tell = None if self.has_link else arrived
+        transfer = self.transfer(request, ask, self.pull_codec, out, began, tell)
         transfer.outcome.spans[:0] = turn
         if transfer.outcome.version is not None and self._links.emulated:
-            arrived = time.monotonic()
+            left = time.monotonic()
             self._links.carry(Way.FROM_STORE, self._bytes(self.pull_codec))
-            transfer.outcome.spans.append(("pull", arrived, time.monotonic()))
+            transfer.outcome.spans.append(("pull", left, time.monotonic()))
         return transfer
 
     def transfer(
-        self, request: PushRequest, ask: Ask, pull: Codec, out: Flat, began: float | None = None
+        self,
+        request: PushRequest,
+        ask: Ask,
+        pull: Codec,
+        out: Flat,
+        began: float | None = None,
+        arrived: ArrivalCallback | None = None,
     ) -> Transfer:
         """Make a transfer at the store, call by call. pull: the codec of what comes back. began: when its
-        gradient left; None: now.
+        gradient left; None: now. arrived: is told of ranges as they come.
 
         Raises what ended it, save Fenced.
         """
@@ -219,7 +232,7 @@ class StoreClient:
         claims: tuple[Claim, ...] = ()
         staging: list[StagingBuffer] = []
         try:
-            done = self._transfers.run(ask, self._verbs(request, ask, pull, out, outcome, began))
+            done = self._transfers.run(ask, self._verbs(request, ask, pull, out, outcome, began, arrived))
             claims, fenced = done.claims, done.fenced is not None
             staging = [] if fenced else [self.store.stage() for _ in claims]
         except Fenced:
@@ -236,6 +249,7 @@ class StoreClient:
         out: Flat,
         outcome: Outcome,
         began: float | None,
+        arrived: ArrivalCallback | None,
     ) -> dict[Verb, Callable[[], Any]]:
         """How this store answers a transfer; what it came to is noted in `outcome`."""
 
@@ -248,7 +262,7 @@ class StoreClient:
             if codec is not Codec.F32:
                 return push(), None
             with self._pushing(request, outcome, began):
-                outcome.result, outcome.version = self.store.send_and_pull(request, out)
+                outcome.result, outcome.version = self.store.send_and_pull(request, out, arrived)
             return outcome.result, outcome.version
 
         def limit() -> None:
@@ -290,9 +304,15 @@ class StoreClient:
             outcome.spans.append(("push" if request.samples else "skip", waited, done))
 
     def _finish(
-        self, turn: list[Span], pushes: bool, unencodable: bool, finish: FinishTransfer, out: Flat
+        self,
+        turn: list[Span],
+        pushes: bool,
+        unencodable: bool,
+        finish: FinishTransfer,
+        out: Flat,
+        _arrived: ArrivalCallback,
     ) -> Transfer:
-        """A remote store's transfer, as a local one's."""
+        """A remote store's transfer, as a local one's. It comes as a whole."""
         try:
             done = finish(out)
         except Fenced:
@@ -341,7 +361,7 @@ class StoreClient:
             self._trips.close(self.store.close, CLOSE_SECONDS)
 
 
-def _fenced(_: Flat) -> Transfer:
+def _fenced(_out: Flat, _arrived: ArrivalCallback) -> Transfer:
     """A transfer whose worker was fenced before its gradient left."""
     return Transfer(Outcome(), fenced=True)
 

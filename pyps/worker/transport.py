@@ -20,10 +20,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
 from pyps.errors import Ended, Fenced, InputError
 from pyps.formats.records import Span, SpanKind
+from pyps.native.transfer import ArrivalCallback
 from pyps.native.values import Claim, Codec, Encoding, Flat, PushRequest, PushResult
 from pyps.solver.online.mode import ModeBalancer, TimedTransfer
 from pyps.step import events
@@ -34,7 +33,7 @@ from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
-from pyps.worker.client import CLOSE_SECONDS, StoreClient, Transfer
+from pyps.worker.client import CLOSE_SECONDS, Finish, StoreClient, Transfer
 from pyps.worker.onward import Onward
 from pyps.worker.step import Outcome, Step
 
@@ -65,8 +64,8 @@ class TransferWay(Protocol):
 class Serial:
     """A transfer is made when it is taken."""
 
-    def __init__(self, client: StoreClient, flat: Flat) -> None:
-        self._client, self._flat = client, flat
+    def __init__(self, client: StoreClient, binding: Binding) -> None:
+        self._client, self._binding = client, binding
         self._sent: tuple[PushRequest, Ask] | None = None
 
     def send(self, request: PushRequest, ask: Ask) -> None:
@@ -79,7 +78,12 @@ class Serial:
     def take(self) -> Transfer:
         assert self._sent is not None
         (request, ask), self._sent = self._sent, None
-        return self._client.send(request, ask, self._flat)
+        binding = self._binding
+        binding.coming()
+        transfer = self._client.send(request, ask, binding.flat, binding.arrived)
+        if transfer.outcome.version is not None:
+            binding.came()
+        return transfer
 
     def load(self) -> None:
         """They are there."""
@@ -91,13 +95,13 @@ class Serial:
 class Overlapped:
     """Transfers are made in the background, by a thread that sends and one that receives.
 
-    flat: the binding's parameters. timeout: seconds that a transfer may take.
+    timeout: seconds that a transfer may take.
     """
 
-    def __init__(self, client: StoreClient, flat: Flat, timeout: float) -> None:
-        self._client, self._flat, self._timeout = client, flat, timeout
+    def __init__(self, client: StoreClient, binding: Binding, timeout: float) -> None:
+        self._client, self._binding, self._timeout = client, binding, timeout
         # One receives what is pulled while the other has the newest parameters.
-        self._back_buffers: list[Flat] = [np.zeros(flat.size, np.float32) for _ in range(BACK_BUFFERS)]
+        self._back_buffers = [binding.vector() for _ in range(BACK_BUFFERS)]
         self._newest = 0
         self._lock = threading.Lock()
         name = f"pyps-transfer-{client.store.rank}"
@@ -118,7 +122,8 @@ class Overlapped:
 
     def load(self) -> None:
         with self._lock:
-            np.copyto(self._flat, self._back_buffers[self._newest])
+            newest = self._newest
+            self._back_buffers[newest] = self._binding.take(self._back_buffers[newest])
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -133,11 +138,14 @@ class Overlapped:
             finish = partial(_fail, error)
         self._receiver.submit(partial(self._finish, finish))
 
-    def _finish(self, finish: Callable[[Flat], Transfer]) -> Transfer:
+    def _finish(self, finish: Finish) -> Transfer:
         """In the receiving thread: what came back of a transfer."""
         other = 1 - self._newest
-        transfer = finish(self._back_buffers[other])
+        vector = self._back_buffers[other]
+        self._binding.coming()
+        transfer = finish(vector.array, partial(self._binding.arrived, vector=vector))
         if transfer.outcome.version is not None:
+            self._binding.came(vector)
             with self._lock:
                 self._newest = other
         return transfer
@@ -174,7 +182,7 @@ class Transport:
         self._own = own
         self._machine = StepMachine(rules)
         self._way: TransferWay = (
-            Serial(client, binding.flat) if rules.depth == 1 else Overlapped(client, binding.flat, timeout)
+            Serial(client, binding) if rules.depth == 1 else Overlapped(client, binding, timeout)
         )
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
@@ -211,6 +219,7 @@ class Transport:
         self._binding.attach_grads(staging)
         if self._own is not None:
             self._own.go_on(self._binding.flat)
+            self._binding.pulled()
         self._binding.refresh()
         spans, self._waits = self._waits, []
         return Step(claim, staging, action.version, [*spans, ("pull", self._ready, time.monotonic())])
@@ -256,6 +265,7 @@ class Transport:
         """
         self._drive(events.Flush())
         _, version = self._client.store.pull(self._binding.flat, strict=True)
+        self._binding.pulled()
         self._loaded()
         self._binding.refresh()
         self._drive(events.Refreshed(version))
@@ -393,6 +403,7 @@ class Transport:
 
     def _pull(self) -> int:
         version = self._client.pull(self._binding.flat)
+        self._binding.pulled()
         self._loaded()
         return version
 
@@ -424,7 +435,7 @@ def extra_buffers(depth: int) -> int:
     return depth - 1 + BACK_BUFFERS if depth > 1 else 0
 
 
-def _fail(error: BaseException, out: Flat) -> Transfer:
+def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback) -> Transfer:
     raise error
 
 

@@ -17,6 +17,7 @@ from pyps.native.values import PushRequest, PushResult, Tensor
 from pyps.store.codec import Codec, Encoding, encode
 from pyps.worker import binding
 from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
+from pyps.worker.bus import AtOnce, CudaBus
 from pyps.worker.loop import join
 from pyps.worker.step import Step
 from pyps.worker.transport import Transport
@@ -57,7 +58,7 @@ def test_buckets_cover_every_parameter_once() -> None:
 
 def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
     parameters = layers()
-    buckets = GradientBuckets(parameters, ELEMENTS, torch.device("cpu"), size=512)
+    buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), size=512)
     to = torch.zeros(ELEMENTS)
     for unused in (None, 2):
         buckets.begin(to)
@@ -84,7 +85,7 @@ def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
 def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> None:
     """With error feedback over steps, one of which is not admitted, and a scale that changes in the end."""
     parameters = layers()
-    buckets = GradientBuckets(parameters, ELEMENTS, torch.device("cpu"), codec, size=size)
+    buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), codec, size=size)
     residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     for step in range(4):
         buckets.begin(torch.zeros(0))
@@ -246,7 +247,7 @@ def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bo
 def test_copies_overlap_backward() -> None:
     device = torch.device("cuda")
     parameters = [(nn.Parameter(p.detach().to(device)), t) for p, t in layers()]
-    buckets = GradientBuckets(parameters, ELEMENTS, device, size=512)
+    buckets = GradientBuckets(parameters, ELEMENTS, CudaBus(device), size=512)
     to = torch.zeros(ELEMENTS, pin_memory=True)
     buckets.begin(to)
     buckets.last_backward()
@@ -257,7 +258,7 @@ def test_copies_overlap_backward() -> None:
 
 
 def test_an_unknown_codec_is_not_for_the_device() -> None:
-    buckets = GradientBuckets(layers(), ELEMENTS, torch.device("cpu"), Codec.NF4)
+    buckets = GradientBuckets(layers(), ELEMENTS, AtOnce(), Codec.NF4)
     buckets.begin(torch.zeros(0))
     with pytest.raises(InputError, match="int8 or int4"):
         buckets.finish()

@@ -1,4 +1,4 @@
-"""A serial worker's pushes bring the next step's parameters back, where no start waits for a faster worker."""
+"""A serial worker's pushes bring the next step's parameters back, unless a start waits for others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""Workers whose parameters lie behind a bus train as those whose parameters lie in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worker_tools import OPTIMIZERS, SAMPLES, X, Y, backward, loss_of
+
+from pyps.native import local
+from pyps.worker import binding
+from pyps.worker.bus import Bus, Emulated
+from pyps.worker.loop import Worker, join
+
+RATE = 1e9  # bytes a second
+WIDE = 400  # two chunks of parameters, and a tensor that is in both
+
+
+def network(kind: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 90), nn.BatchNorm1d(90), nn.Tanh(), nn.Linear(90, WIDE), nn.Linear(WIDE, 2)
+    ).to(kind)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Bus]:
+    """Workers attach to a bus that is emulated."""
+    made: list[Bus] = []
+
+    def bus(device: torch.device) -> Bus:
+        made.append(Emulated(RATE))
+        return made[-1]
+
+    monkeypatch.setattr(binding, "bus_of", bus)
+    monkeypatch.setattr(local, "ARRIVAL_ELEMENTS", 1)  # a range is a chunk
+    return made
+
+
+def assert_arrived(worker: Worker) -> None:
+    """A step's parameters are those that came last, whichever way they took."""
+    attached = worker._require()
+    for entry in attached.attachment.entries:
+        came = torch.from_numpy(worker.store.views(attached.binding.flat)[entry.name])
+        assert torch.equal(entry.parameter, came.to(entry.parameter.dtype)), entry.name
+
+
+def run(kind: torch.dtype = torch.float32, case: str = "sgd", **options: Any) -> tuple[bytes, bytes]:
+    """The store's parameters after a run of one worker, and the model's."""
+    model = network(kind)
+    chosen: dict[str, Any] = {"batches": [10], "samples": 2 * SAMPLES, "seed": 5} | options
+    with join("run", 0, **chosen) as worker:
+        worker.attach(model, OPTIMIZERS[case](model))
+        for x, y in worker.batches((X.to(kind), Y.to(kind))):
+            assert_arrived(worker)
+            backward(loss_of(model, x, y))
+            worker.step()
+        worker.refresh()
+        state = [value.float() for value in model.state_dict().values()]
+        return worker.store.pull()[0].tobytes(), b"".join(value.numpy().tobytes() for value in state)
+
+
+CASES = [
+    {"policy": "asp"},
+    {"policy": "bsp"},
+    {"policy": "ssp", "case": "adamw"},
+    {"policy": "asp", "pipeline": 2},
+    {"policy": "hps", "pipeline": 2, "case": "nesterov"},
+    {"policy": "hps", "pipeline": 2, "case": "adamw"},
+    {"policy": "asp", "pipeline": 2, "codec": "int8"},
+    {"policy": "asp", "codec": "int8"},
+    {"policy": "asp", "micro_batch": 3},
+    {"policy": "r2sp"},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(map(str, o.values())))
+def test_it_is_the_plain_worker_bit_for_bit(
+    shm: Path, request: pytest.FixtureRequest, options: dict[str, Any]
+) -> None:
+    plain = run(**options)
+    request.getfixturevalue("emulated")
+    assert run(**options) == plain
+
+
+def test_a_deep_pipeline_computes_on_what_came_last(shm: Path, emulated: list[Bus]) -> None:
+    for policy in ("asp", "hps"):
+        run(policy=policy, pipeline=4, case="adamw", samples=6 * SAMPLES)
+    assert len(emulated) == 2
