@@ -41,7 +41,7 @@ class Transfer:
     fenced: bool = False
 
 
-Finish = Callable[[Flat, ArrivalCallback], Transfer]  # the rest of a transfer that was begun
+EndTransfer = Callable[[Flat, ArrivalCallback], Transfer]  # the rest of a transfer that was begun
 
 
 class StoreClient:
@@ -134,7 +134,7 @@ class StoreClient:
         if self._budget is not None:
             self._budget.forget()
 
-    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> Finish:
+    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> EndTransfer:
         """Begin a transfer. Over a link, also an emulated one, this sends all of it; what is returned waits
         for the reply, and writes the parameters. A store on this machine is asked only then, and tells of
         ranges of them as they arrive.
@@ -168,7 +168,7 @@ class StoreClient:
         self.store.await_turn()
         return [("wait", began, time.monotonic())]
 
-    def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> Finish:
+    def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> EndTransfer:
         """A transfer over emulated links."""
         if self._trips is None:
             self._trips = RoundTrips(self._links, f"pyps-transfer-{self.store.rank}-store")

@@ -33,7 +33,7 @@ from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
 from pyps.worker.binding import Binding
-from pyps.worker.client import CLOSE_SECONDS, Finish, StoreClient, Transfer
+from pyps.worker.client import CLOSE_SECONDS, EndTransfer, StoreClient, Transfer
 from pyps.worker.onward import Onward
 from pyps.worker.step import Outcome, Step
 
@@ -138,7 +138,7 @@ class Overlapped:
             finish = partial(_fail, error)
         self._receiver.submit(partial(self._finish, finish))
 
-    def _finish(self, finish: Finish) -> Transfer:
+    def _finish(self, finish: EndTransfer) -> Transfer:
         """In the receiving thread: what came back of a transfer."""
         other = 1 - self._newest
         vector = self._back_buffers[other]
@@ -231,7 +231,7 @@ class Transport:
                 self._client.claim_ahead(1)
 
     def go_on(self, step: Step, following: int) -> events.Control:
-        """Between two micro-batches of a step, the next with `following` samples: Continue, Finish or
+        """Between two micro-batches of a step, the next with `following` samples: Continue, EndTransfer or
         Abort. Newer parameters may have come into the model.
         """
         event = events.Partial(step.done - step.micro, step.done, step.done + step.left, following)

@@ -11,7 +11,8 @@ from torch import nn
 from worker_tools import OPTIMIZERS, SAMPLES, X, Y, backward, loss_of
 
 from pyps.native import local
-from pyps.worker import binding
+from pyps.worker import attached, binding
+from pyps.worker.binding import Binding
 from pyps.worker.bus import Bus, Emulated
 from pyps.worker.loop import Worker, join
 
@@ -40,22 +41,29 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Bus]:
     return made
 
 
-def assert_arrived(worker: Worker) -> None:
+def assert_arrived(worker: Worker, model: nn.Module, flat: Any) -> None:
     """A step's parameters are those that came last, whichever way they took."""
-    attached = worker._require()
-    for entry in attached.attachment.entries:
-        came = torch.from_numpy(worker.store.views(attached.binding.flat)[entry.name])
-        assert torch.equal(entry.parameter, came.to(entry.parameter.dtype)), entry.name
+    came = worker.store.views(flat)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, torch.from_numpy(came[name]).to(p.dtype)), name
 
 
 def run(kind: torch.dtype = torch.float32, case: str = "sgd", **options: Any) -> tuple[bytes, bytes]:
     """The store's parameters after a run of one worker, and the model's."""
     model = network(kind)
     chosen: dict[str, Any] = {"batches": [10], "samples": 2 * SAMPLES, "seed": 5} | options
-    with join("run", 0, **chosen) as worker:
+    bound: list[Binding] = []
+    made = attached.Binding
+
+    def noted(*arguments: Any, **more: Any) -> Binding:
+        bound.append(made(*arguments, **more))
+        return bound[-1]
+
+    with join("run", 0, **chosen) as worker, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attached, "Binding", noted)
         worker.attach(model, OPTIMIZERS[case](model))
         for x, y in worker.batches((X.to(kind), Y.to(kind))):
-            assert_arrived(worker)
+            assert_arrived(worker, model, bound[0].flat)
             backward(loss_of(model, x, y))
             worker.step()
         worker.refresh()
