@@ -35,7 +35,8 @@ from pyps.profiler.select import fit_of
 from pyps.report.report import read_report
 from pyps.solver.constrained import evaluate
 from pyps.solver.mode import stated_policy
-from pyps.solver.plan import make_plan, planning_problem
+from pyps.solver.plan import make_plan
+from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.store.policies import policy_named
 

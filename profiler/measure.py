@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import math
 import random
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyps.errors import InputError, needed
 from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
 from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
+from pyps.profiler.climb import FEW, Notify, Probe, check_two, climb, ladder
+from pyps.profiler.clocks import gpu_clocks
 from pyps.profiler.fit import memory_model
-from pyps.profiler.multiples import LEAST, odd_size
 from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
     PARTS,
-    TRAINING,
     OutOfMemoryError,
     StepOptions,
     Stepper,
@@ -42,10 +37,7 @@ from pyps.profiler.stepper import (
 from pyps.tasks.by_name import load_task
 from pyps.tasks.task import TrainingTask, require_torch
 
-if TYPE_CHECKING:
-    import torch
-
-CLIMB_SHARE, SETTLE_SHARE = 0.4, 0.1  # of them
+SETTLE_SHARE = 0.1  # of them
 LEAST_ROUNDS = 2  # of all sizes: where time is short, the largest sizes are left out
 REPEATS = 7  # least timed steps of a batch size: an odd number, so that the median is one of them
 MAX_REPEATS = 31
@@ -53,30 +45,6 @@ MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard
 SETTLED, SETTLE_STEPS, SETTLE_LIMIT = 0.05, 3, 40  # relative spread, steps in a row within it, most steps
 MAX_STEP_SECONDS = 1.0  # without a largest batch, the sizes end before a step takes longer than this
 PARTS_REPEATS = 3
-LADDER_MIN, LADDER_MAX = 8, 11  # sizes; the curve has three coefficients
-FEW = 2  # samples, which batch normalization needs
-LIMIT_HALVINGS = 4  # the memory limit is found to 1/16 of a doubling
-LOOK_SECONDS = 0.2
-# nvmlClocksEventReasons*: those that slow a clock down unintentionally.
-REASONS = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
-
-Notify = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What `climb` measured of one batch size."""
-
-    batch: int
-    seconds: float
-    peak_bytes: int
-    wall_seconds: float = 0.0  # of all of it: about two steps
 
 
 def profile_model(
@@ -98,14 +66,14 @@ def profile_model(
 ) -> Profile:
     """Time real training steps of a model on a device and fit T(b) = max(t0, c + a*b).
 
-    model: a built-in's name, "module:factory" or a TrainingTask. name: the model's name in the profile.
-    device: cpu or cuda:N. max_batch: the end of a ladder of sizes; without it the ladder ends where memory or
+    model: a built-in's name, "module:factory" or a TrainingTask. name: the model's, in the profile. device:
+    cpu or cuda:N. max_batch: the end of a ladder of sizes; without it the ladder ends where memory or
     max_step_seconds do. batches: exactly these sizes. repeats: least timed steps of each size. throttle:
-    emulates a device that many times slower. threads: torch's threads during the measurement. options: how a
-    step is taken. memory_budget: bytes that a step may use, if less than what is free. seconds: of wall time
-    for all of it; two sizes are timed once in any case. notify: is called with sentences on what limits the
-    result. progress: is called with (seconds gone, seconds at most). Raises InputError for a wrong argument,
-    model or device, PypsError without torch or scipy.
+    emulates a device that many times slower. threads: torch's threads meanwhile. options: how a step is
+    taken. memory_budget: bytes that a step may use, if less than what is free. seconds: of wall time for all
+    of it; two sizes are timed once in any case. notify: gets sentences on what limits the result. progress:
+    gets (seconds gone, seconds at most). Raises InputError for a wrong argument, model or device, PypsError
+    without torch or scipy.
     """
     budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
@@ -124,12 +92,11 @@ def profile_model(
         with gpu_clocks(target) as clocks:
             timed = time_in_rounds(stepper, [*costs], repeats, budget, costs)
         probes = _timed_ones(probes, timed, stepper, notify)
-        parts = {p.batch: time_parts(stepper, p.batch, budget, costs[p.batch] / 2) for p in probes}
+        points = [_point_of(stepper, p, timed[p.batch], budget) for p in probes]
         _report_overrun(stepper, notify)
         budget.say(notify)
     for reason in clocks:
         notify(f"the GPU ran below its clocks while it was timed: {reason}")
-    points = [_point_of(p, timed[p.batch], parts[p.batch]) for p in probes]
     return Profile(
         device=_device_of(stepper, throttle),
         model=_model_info(where, task, options),
@@ -142,7 +109,8 @@ def profile_model(
     )
 
 
-def _point_of(probe: Probe, seconds: list[float], parts: Parts | None) -> Point:
+def _point_of(stepper: Stepper, probe: Probe, seconds: list[float], budget: Budget) -> Point:
+    parts = time_parts(stepper, probe.batch, budget, float(np.median(seconds)))
     return Point(batch=probe.batch, seconds=seconds, peak_bytes=probe.peak_bytes, parts=parts)
 
 
@@ -166,87 +134,6 @@ def _optimizer_in_words(task: TrainingTask) -> str:
     optimizer = task.make_optimizer()
     momentum = optimizer.defaults.get("momentum")
     return type(optimizer).__name__ + (f" with momentum {momentum:g}" if momentum else "")
-
-
-def ladder(max_batch: int) -> list[int]:
-    """8 to 11 batch sizes from 1 to max_batch, roughly geometric; all sizes if there are fewer. Large ones
-    are multiples of 8, and one is just below such: there are devices that are slower off these.
-    """
-    if max_batch <= LADDER_MIN:
-        return list(range(1, max_batch + 1))
-    count = min(max(round(math.log2(max_batch)) + 1, LADDER_MIN), LADDER_MAX - 1)
-    sizes = {round(b) for b in np.geomspace(1, max_batch, count)} - {max_batch}
-    ascending = sorted({b if b < 2 * LEAST else b // LEAST * LEAST for b in sizes} | {max_batch})
-    odd = odd_size(ascending)
-    return ascending if odd is None else sorted([*ascending, odd])
-
-
-def climb(
-    stepper: Stepper,
-    sizes: Sequence[int] | None,
-    max_step_seconds: float,
-    notify: Notify,
-    budget: Budget = UNLIMITED,
-) -> list[Probe]:
-    """Runs every size once, ascending, up to the memory limit. One sample may be too few for the model.
-
-    sizes: the sizes to run; None: double the size up to the memory limit or max_step_seconds. notify: is
-    called with a sentence on the memory limit. budget: a part of it is for this. Raises InputError if fewer
-    than two sizes fit.
-    """
-    probes: list[Probe] = []
-    alone: InputError | None = None
-    for batch in sizes if sizes is not None else (2**k for k in count()):
-        if batch > MAX_BATCH or (sizes is None and probes and 2 * probes[-1].seconds > max_step_seconds):
-            break
-        if len(probes) >= 2 and not budget.allows(_expected_wall(probes, batch), CLIMB_SHARE):
-            rest = ", ".join(str(b) for b in sizes or () if b >= batch) or f"{batch} and more"
-            budget.left_out.append(f"batches {rest}")
-            break
-        budget.advance(math.inf)
-        try:
-            probe = (
-                _probe(stepper, batch, budget.clock)
-                if _expected_bytes(probes, batch) <= stepper.budget_bytes
-                else None
-            )
-        except InputError as error:
-            if batch > 1 or error.field != TRAINING:
-                raise
-            alone = error
-            continue
-        if probe is None:
-            if sizes is None:
-                probes += _approach_limit(stepper, probes, batch)
-            _say_limit(stepper, probes, batch, notify)
-            break
-        probes.append(probe)
-    if alone is not None:
-        notify(f"no step of one sample runs ({alone.found}): every planned batch will have {FEW} or more")
-    _check_two(probes, stepper)
-    return probes if sizes is not None else _with_odd_size(stepper, _thinned(probes), budget)
-
-
-def _with_odd_size(stepper: Stepper, probes: list[Probe], budget: Budget) -> list[Probe]:
-    """The probes, and one of a size just below a multiple of 8."""
-    odd = odd_size([probe.batch for probe in probes])
-    if odd is None or not budget.allows(probes[-1].wall_seconds, CLIMB_SHARE):
-        return probes
-    probe = _probe(stepper, odd, budget.clock)
-    return probes if probe is None else sorted([*probes, probe], key=lambda one: one.batch)
-
-
-def _check_two(probes: Sequence[Probe], stepper: Stepper) -> None:
-    if len(probes) < 2:
-        found = f"memory for {len(probes)} of the batch sizes ({stepper.budget_bytes:,} bytes)"
-        raise InputError("batches", "", found, "room for two sizes: smaller batches or model")
-
-
-def _expected_wall(probes: Sequence[Probe], batch: int) -> float:
-    """Seconds of a larger batch's probe, on the line through the last two."""
-    before, last = probes[-2], probes[-1]
-    slope = (last.wall_seconds - before.wall_seconds) / (last.batch - before.batch)
-    return last.wall_seconds + max(0.0, slope) * (batch - last.batch)
 
 
 def affordable(probes: list[Probe], budget: Budget) -> list[Probe]:
@@ -309,7 +196,7 @@ def _timed_ones(
     timed = [probe for probe in probes if probe.batch in seconds]
     if left_out := [probe.batch for probe in probes if probe.batch not in seconds]:
         notify(f"memory for batches {left_out} was there at first, but not while they were timed: left out")
-    _check_two(timed, stepper)
+    check_two(timed, stepper)
     return timed
 
 
@@ -339,63 +226,6 @@ def time_parts(stepper: Stepper, batch: int, budget: Budget, cost: float) -> Par
         budget.left_out.append(f"the parts of a step of {batch}")
         return None
     return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
-
-
-def _probe(stepper: Stepper, batch: int, clock: Callable[[], float] = time.monotonic) -> Probe | None:
-    """One warm-up step that measures the memory, then one timed step; None if they do not fit."""
-    began = clock()
-    try:
-        data = stepper.prepare(batch)
-        peak = stepper.peak_bytes(data)
-        if peak > stepper.budget_bytes:
-            return None
-        seconds = stepper.timed_step(data, batch)
-        return Probe(batch, seconds, peak, clock() - began)
-    except OutOfMemoryError:
-        return None
-
-
-def _expected_bytes(probes: Sequence[Probe], batch: int) -> float:
-    """Peak memory of a larger batch, extrapolated from the last two probes; 0 with fewer probes.
-
-    On a CPU nothing else stops a step before the machine runs out of memory and the kernel kills a process.
-    """
-    if len(probes) < 2:
-        return 0.0
-    before, last = probes[-2], probes[-1]
-    slope = max(0.0, (last.peak_bytes - before.peak_bytes) / (last.batch - before.batch))
-    return last.peak_bytes + slope * (batch - last.batch)
-
-
-def _approach_limit(stepper: Stepper, probes: Sequence[Probe], failed: int) -> list[Probe]:
-    """The largest fitting size that bisection finds between the last that fits and one that does not."""
-    best: list[Probe] = []
-    fits = probes[-1].batch if probes else 0
-    for _ in range(LIMIT_HALVINGS):
-        middle = (fits + failed) // 2
-        if middle == fits:
-            break
-        inside = _expected_bytes(probes, middle) <= stepper.budget_bytes
-        probe = _probe(stepper, middle) if inside else None
-        if probe is None:
-            failed = middle
-        else:
-            fits, best = middle, [probe]
-    return best
-
-
-def _say_limit(stepper: Stepper, probes: Sequence[Probe], failed: int, notify: Notify) -> None:
-    fits = probes[-1].batch if probes else 0
-    notify(
-        f"memory limits the batch: {fits} fits and {failed} does not ({stepper.budget_bytes / 2**30:.1f} GiB)"
-    )
-
-
-def _thinned(probes: list[Probe]) -> list[Probe]:
-    """At most LADDER_MAX - 1 of the probes, evenly spread, including the first and the last."""
-    if len(probes) < LADDER_MAX:
-        return probes
-    return [probes[i] for i in sorted({round(k) for k in np.linspace(0, len(probes) - 1, LADDER_MAX - 1)})]
 
 
 def _largest(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:
@@ -460,52 +290,3 @@ def _threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def gpu_clocks(device: torch.device) -> Iterator[list[str]]:
-    """Watches a GPU's clocks with NVML (pip install nvidia-ml-py) during the `with` block; then the list
-    holds every reason for which they were slowed down.
-    """
-    reasons: list[str] = []
-    nvml, handle = _nvml(device)
-    if nvml is None:
-        yield reasons
-        return
-    seen, done = 0, threading.Event()
-
-    def look() -> None:
-        nonlocal seen
-        while not done.wait(LOOK_SECONDS):
-            try:
-                seen |= int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-            except nvml.NVMLError:  # some virtual GPUs do not tell
-                return
-
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield reasons
-    finally:
-        done.set()
-        watcher.join()
-        reasons += [name for bit, name in REASONS.items() if seen & bit]
-        nvml.nvmlShutdown()
-
-
-def _nvml(device: torch.device) -> tuple[Any, Any]:
-    """NVML and its handle of a CUDA device; None if either is missing."""
-    if device.type != "cuda":
-        return None, None
-    try:
-        import pynvml
-    except ImportError:
-        return None, None
-    import torch
-
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    try:
-        pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except pynvml.NVMLError:  # no driver library, or a device that it does not manage
-        return None, None

@@ -16,7 +16,7 @@ from pyps.formats.mode import ROUND, Pace
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Floats
 from pyps.solver.milp.pareto import PRICE
-from pyps.solver.plan import planning_problem, solve_within_limits
+from pyps.solver.problem import planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs
 from pyps.solver.systems.goodput import best_batch, efficiency_of
 

@@ -22,7 +22,6 @@ from pyps.formats import (
     CostEstimate,
     Fit,
     GoodputEstimate,
-    NoiseForecast,
     Plan,
     PlanWorker,
     Profile,
@@ -42,20 +41,18 @@ from pyps.solver.constrained import (
     even_units,
     observed,
 )
-from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.exact.throughput import Throughput, most_throughput
 from pyps.solver.job import best_for_job, job_estimate
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
 from pyps.solver.milp.constrained import solve_constrained
-from pyps.solver.milp.pareto import PRICE, price_per_million, within_budget
+from pyps.solver.milp.pareto import PRICE, price_per_million
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
-from pyps.solver.noise import Noise, forecast, iteration_quantile, levels, noise_of, too_few
+from pyps.solver.problem import at_quantile, planning_problem, solve_within_limits, with_noise
 from pyps.solver.ranks import (
     PlannedRank,
-    constrained_problem_of,
     cost_of,
     links_of,
     max_batch_of,
@@ -63,13 +60,12 @@ from pyps.solver.ranks import (
     planned_ranks,
     unit_of,
 )
-from pyps.solver.report.warnings import Remark, doubtful_links, in_lines, link_warnings, warnings_of
+from pyps.solver.report.warnings import doubtful_links, link_warnings, warnings_of
 from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
 
-QUANTILE_ROUNDS = 4
 AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
@@ -102,62 +98,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     modes = _modes(cluster, ranks, pace, solution)
     constrained = planning_problem(cluster, ranks, pace, modes)
     plan = plan_of(cluster, ranks, constrained, observed(constrained, solution.batches), modes)
-    return plan if cluster.job.quantile is None else _with_noise(cluster, ranks, plan, pace, modes)
-
-
-def _with_noise(
-    cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan, pace: Pace, modes: Sequence[WorkerMode]
-) -> Plan:
-    """The plan with the forecasts of its split and of the one for the fitted times."""
-    fitted, noise = constrained_problem_of(cluster, ranks, (), pace, modes), _noise(ranks)
-    quantile, planned = cluster.job.quantile or 0.5, np.array([worker.batch for worker in plan.workers])
-    by = iteration_quantile(fitted, planned, noise, quantile)
-    nominal, robust = (
-        forecast(fitted, batches, noise, quantile, by)
-        for batches in (solve_within_limits(cluster, ranks, fitted).batches, planned)
-    )
-    quiet = [r.group.name for r in ranks if too_few(r.profile.points)]
-    too_quiet = "too few timings to estimate"
-    unknown = in_lines([Remark(name, f"{too_quiet} its noise", f"{too_quiet} noise") for name in quiet])
-    return msgspec.structs.replace(
-        plan,
-        warnings=plan.warnings + unknown,
-        noise=NoiseForecast(quantile=quantile, nominal=nominal, robust=robust),
-    )
-
-
-def at_quantile(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> list[PlannedRank]:
-    """The ranks with the quantile of each one's times with which an iteration ends at the job's quantile.
-
-    Which workers are used, and how much each loses by being slow, follows from the split, and the split from
-    the quantiles: so a few rounds, of which the soonest quantile of the iteration is kept. Raises as
-    make_plan.
-    """
-    quantile, noise = cluster.job.quantile, _noise(ranks)
-    if quantile is None or not planning_problem(cluster, ranks, pace).minimises_iteration:
-        return list(ranks)
-    fitted = constrained_problem_of(cluster, ranks, (), pace)
-    found: list[tuple[float, list[PlannedRank]]] = []
-    trial = [replace(rank, quantile=quantile ** (1 / len(ranks))) for rank in ranks]
-    for _ in range(QUANTILE_ROUNDS):
-        batches = solve_within_limits(cluster, trial, planning_problem(cluster, trial, pace)).batches
-        found.append((iteration_quantile(fitted, batches, noise, quantile), trial))
-        used = batches > 0
-        speeds = np.where(used, _marginal_speeds(fitted.problem, batches), 0.0)
-        shares = levels(quantile, noise, speeds)
-        following = [replace(rank, quantile=share) for rank, share in zip(ranks, shares, strict=True)]
-        if following == trial:
-            break
-        trial = following
-    return min(found, key=lambda one: one[0])[1]
-
-
-def _marginal_speeds(problem: Problem, batches: Ints) -> Floats:
-    """How many samples a second more time adds to each worker's batch."""
-    more = np.maximum(batches, 1) + np.maximum(1, batches // 10)
-    rise = problem.costs.compute(more) - problem.costs.compute(np.maximum(batches, 1))
-    flat = problem.costs.compute(np.maximum(batches, 1)) / np.maximum(batches, 1) * (more - batches)
-    return (more - batches) / np.where(np.isfinite(rise) & (rise > 0), rise, flat)
+    return plan if cluster.job.quantile is None else with_noise(cluster, ranks, plan, pace, modes)
 
 
 def _fastest_solution(
@@ -226,54 +167,6 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
     return f"{nearest}, or allow every worker max_accumulation = {repeats}"
 
 
-def solve_within_limits(
-    cluster: Cluster,
-    ranks: Sequence[PlannedRank],
-    constrained: ConstrainedProblem,
-    name_least: bool = True,
-) -> ConstrainedSolution:
-    """The fastest solution within every limit, including the price of samples.
-
-    cluster, ranks: what is planned. constrained: their problem. name_least: a refusal names the least price
-    of samples, which takes longer. Raises Infeasible.
-    """
-    budget, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
-    if budget is None or price is None:
-        return solve_constrained(constrained)
-    return within_budget(constrained, price, budget, name_least)
-
-
-def planning_problem(
-    cluster: Cluster,
-    ranks: Sequence[PlannedRank],
-    pace: Pace = ROUND,
-    modes: Sequence[WorkerMode] | None = None,
-) -> ConstrainedProblem:
-    """The problem that a cluster's plan solves: with the fitted times, or each rank's or the job's quantile.
-
-    cluster, ranks, pace, modes: as in pyps.solver.ranks.constrained_problem_of.
-    """
-    return constrained_problem_of(cluster, ranks, factors_of(cluster, ranks), pace, modes)
-
-
-def factors_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[float]:
-    """What each rank's fitted times are multiplied by for its quantile, or the job's; empty without one."""
-    quantile = cluster.job.quantile
-    if quantile is None:
-        return []
-    pairs = zip(ranks, _noise(ranks), strict=True)
-    return [noise.factor(rank.quantile or quantile) for rank, noise in pairs]
-
-
-def _noise(ranks: Sequence[PlannedRank]) -> list[Noise]:
-    """The noise of each rank, computed once a profile."""
-    cache: dict[int, Noise] = {}
-    for rank in ranks:
-        if id(rank.profile) not in cache:
-            cache[id(rank.profile)] = noise_of(rank.profile.points, cost_of(rank.fit))
-    return [cache[id(rank.profile)] for rank in ranks]
-
-
 def all_used_from(constrained: ConstrainedProblem) -> int | None:
     """The smallest global batch with which the solver leaves no worker out; None where it is not so simple.
 
@@ -322,13 +215,7 @@ def plan_of(
     per_million = cluster.limits.price_per_million_samples
     tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
     warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
-    if (first := at_first(constrained, solution)) is not None:
-        ends = f"{1e3 * seconds:.4g} ms once the fastest workers are as far ahead as they may be"
-        warnings.append(f"an iteration takes {1e3 * first:.4g} ms at first, for up to hundreds, then {ends}")
-    if constrained.minimises_iteration:
-        warnings += idle_warning(cluster, workers, seconds)
-    if len(used) < len(workers) and not in_rounds and (least := all_used_from(constrained)) is not None:
-        warnings.append(f"from a global batch of {least:,} on, all workers would be used")
+    warnings += _of_times(cluster, constrained, solution, workers)
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
     efficiency, steps = (
@@ -356,6 +243,29 @@ def plan_of(
         goodput=goodput,
         target=_target(cluster, ranks, solution, goodput),
     )
+
+
+def _of_times(
+    cluster: Cluster,
+    constrained: ConstrainedProblem,
+    solution: ConstrainedSolution,
+    workers: Sequence[PlanWorker],
+) -> list[str]:
+    """Warnings of how long iterations take, and of workers that are left out."""
+    warnings, seconds = [], solution.iteration_seconds
+    if (first := at_first(constrained, solution)) is not None:
+        ends = f"{1e3 * seconds:.4g} ms once the fastest workers are as far ahead as they may be"
+        warnings.append(f"an iteration takes {1e3 * first:.4g} ms at first, for up to hundreds, then {ends}")
+    if constrained.minimises_iteration:
+        warnings += idle_warning(cluster, workers, seconds)
+    in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
+    if (
+        not all(worker.batch for worker in workers)
+        and not in_rounds
+        and (least := all_used_from(constrained)) is not None
+    ):
+        warnings.append(f"from a global batch of {least:,} on, all workers would be used")
+    return warnings
 
 
 def _target(

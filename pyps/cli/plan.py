@@ -34,14 +34,8 @@ from pyps.profiler.select import fit_of
 from pyps.solver.auto_batch import best_global_batch
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
 from pyps.solver.job import limits_of_set
-from pyps.solver.plan import (
-    at_quantile,
-    each_rank,
-    factors_of,
-    plan_ranks,
-    planning_problem,
-    solve_within_limits,
-)
+from pyps.solver.plan import each_rank, plan_ranks
+from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
 
 

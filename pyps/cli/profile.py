@@ -66,6 +66,23 @@ ModelName = Annotated[
         "TrainingTask; torchvision:NAME; transformers:NAME.",
     ),
 ]
+EveryDevice = Annotated[
+    bool, typer.Option("--all", help="Measure every CUDA device (else the CPU), into one file each.")
+]
+MaxBatch = Annotated[
+    int | None, typer.Option(help="Largest batch; default: as memory and --max-step-seconds allow.")
+]
+Repeats = Annotated[int, typer.Option(help="Least timed steps of a batch; more if their times scatter.")]
+MaxStepSeconds = Annotated[float, typer.Option(help="Without --max-batch: the longest step to measure.")]
+MostSeconds = Annotated[
+    float, typer.Option(help="Time that a device may take; what does not fit is left out.")
+]
+ForCluster = Annotated[
+    Path | None,
+    typer.Option(
+        "--for", metavar="CLUSTER", help="Measure more sizes, until no split of this cluster can win 1 %."
+    ),
+]
 ThrottleFactor = Annotated[
     float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile records it.")
 ]
@@ -90,31 +107,16 @@ JsonProfile = Annotated[
 def measure(
     model: ModelName,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
-    every: Annotated[
-        bool, typer.Option("--all", help="Measure every CUDA device (else the CPU), into one file each.")
-    ] = False,
-    max_batch: Annotated[
-        int | None, typer.Option(help="Largest batch; default: as memory and --max-step-seconds allow.")
-    ] = None,
+    every: EveryDevice = False,
+    max_batch: MaxBatch = None,
     batches: Annotated[str | None, typer.Option(help="Measure exactly these batches, as in 1,2,4,8.")] = None,
-    repeats: Annotated[
-        int, typer.Option(help="Least timed steps of a batch; more if their times scatter.")
-    ] = REPEATS,
-    max_step_seconds: Annotated[
-        float, typer.Option(help="Without --max-batch: the longest step to measure.")
-    ] = MAX_STEP_SECONDS,
-    seconds: Annotated[
-        float, typer.Option(help="Time that a device may take; what does not fit is left out.")
-    ] = SECONDS,
+    repeats: Repeats = REPEATS,
+    max_step_seconds: MaxStepSeconds = MAX_STEP_SECONDS,
+    seconds: MostSeconds = SECONDS,
     throttle: ThrottleFactor = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            "--for", metavar="CLUSTER", help="Measure more sizes, until no split of this cluster can win 1 %."
-        ),
-    ] = None,
+    cluster: ForCluster = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     memory_budget: BudgetGib = None,

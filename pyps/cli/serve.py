@@ -24,39 +24,49 @@ GRACE_SECONDS = 25.0  # less than the 30 s that schedulers leave between their s
 LOOK_SECONDS = 0.05
 
 
+StoreName = Annotated[str, typer.Argument(metavar="STORE", help="Name of the store; rank 0 creates it.")]
+BindTo = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to listen on: tcp://host:port; port *: a free one, host *: all. Default: a unix "
+        "socket for processes of this user."
+    ),
+]
+KeysFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder of the keys, created if missing; see `pyps keys`."),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen on TCP without encryption or authentication.")
+]
+SessionsPerClient = Annotated[
+    int, typer.Option(help="Sessions that one key, or without keys one host or process, may have.")
+]
+ClientTimeout = Annotated[
+    float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
+]
+Home = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Address of the first of several servers of a model: this one holds a further shard.",
+    ),
+]
+Grace = Annotated[
+    float, typer.Option(help="Seconds after SIGTERM in which workers may finish their steps and leave.")
+]
+
+
 @app.command("serve")
 def serve_command(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="Name of the store; rank 0 creates it.")],
-    bind: Annotated[
-        str | None,
-        typer.Option(
-            help="Address to listen on: tcp://host:port; port *: a free one, host *: all. Default: a unix "
-            "socket for processes of this user."
-        ),
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of the keys, created if missing; see `pyps keys`."),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen on TCP without encryption or authentication.")
-    ] = False,
-    sessions_per_client: Annotated[
-        int, typer.Option(help="Sessions that one key, or without keys one host or process, may have.")
-    ] = 32,
-    client_timeout: Annotated[
-        float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
-    ] = 10.0,
-    home: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of the first of several servers of a model: this one holds a further shard.",
-        ),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(help="Seconds after SIGTERM in which workers may finish their steps and leave.")
-    ] = GRACE_SECONDS,
+    store: StoreName,
+    bind: BindTo = None,
+    keys: KeysFolder = None,
+    insecure: Insecure = False,
+    sessions_per_client: SessionsPerClient = 32,
+    client_timeout: ClientTimeout = 10.0,
+    home: Home = None,
+    grace: Grace = GRACE_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
     """Serve STORE until interrupted. Workers join it with pyps.join(ADDRESS, rank=...)."""

@@ -137,29 +137,22 @@ def simulate_command(
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     check_limits(SimulateOptions, given, "--")
     wanted = SimulateOptions(**given)
-    read = read_cluster(cluster)
+    inputs = [*inputs_of(cluster, read_cluster(cluster)), plan]
     for option, path in (("--trace", trace_to), ("--plot", plot)):
-        not_an_input(option, path, [*inputs_of(cluster, read), plan])
+        not_an_input(option, path, inputs)
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
-    scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
-    if scenario.differences:
-        say(f"warning: {plan} is not the plan of {cluster}: {'; '.join(scenario.differences)}", stderr=True)
+    scenario = _scenario(cluster, wanted, plan)
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
     chosen = _policies(policies or scenario.policy or "all", wanted.round_timeout, pipeline)
-    if wanted.micro_batch is not None:
-        workers = tuple(replace(w, micro_batch=wanted.micro_batch) for w in scenario.workers)
-        scenario = replace(scenario, workers=workers)
     if learn and scenario.local != (inner_lr is not None):
         expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
         raise InputError("--inner-lr", "", str(inner_lr), expected)
-    most = ITERATIONS if seconds is None else UNLIMITED
-    codec = _codec(wanted)
     results = [
         simulate(
             scenario,
             policy,
-            iterations=iterations or most,
+            iterations=iterations or (ITERATIONS if seconds is None else UNLIMITED),
             seconds=seconds or math.inf,
             seed=wanted.seed,
             objective=_objective(learn, wanted.seed),
@@ -171,7 +164,7 @@ def simulate_command(
             timeline=show or plot is not None or trace_to is not None,
             pipeline=pipeline,
             rebalance=moves,
-            codec=codec,
+            codec=_codec(wanted),
         )
         for policy in _progress(chosen)
         for moves in (False, True)[: 1 + wanted.rebalance]
@@ -184,6 +177,17 @@ def simulate_command(
         sys.stdout.write(msgspec.json.encode([_plain(r, target_loss) for r in results]).decode() + "\n")
     else:
         _print(scenario, results, target_loss, show)
+
+
+def _scenario(cluster: Path, wanted: SimulateOptions, plan: Path | None) -> Scenario:
+    """Of the cluster file, or of its plan; a warning says where they differ."""
+    scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
+    if scenario.differences:
+        say(f"warning: {plan} is not the plan of {cluster}: {'; '.join(scenario.differences)}", stderr=True)
+    if wanted.micro_batch is None:
+        return scenario
+    workers = tuple(replace(worker, micro_batch=wanted.micro_batch) for worker in scenario.workers)
+    return replace(scenario, workers=workers)
 
 
 def _codec(wanted: SimulateOptions) -> Literal["plan"] | None:

@@ -23,6 +23,7 @@ except ModuleNotFoundError as missing:
 
 from pyps.formats.plan import TurnSchedule
 from pyps.native import interrupt
+from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.values import (
     Codec,
     DataSet,
@@ -31,8 +32,6 @@ from pyps.native.values import (
     Flat,
     Hyper,
     NonFinite,
-    PolicyNeeds,
-    PolicyParams,
     PushRequest,
     PushResult,
     Replay,

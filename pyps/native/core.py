@@ -13,8 +13,9 @@ from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.formats.plan import TurnSchedule
 from pyps.native import check, fill_policy_params, raised, turn_array, u32_array, unsigned
+from pyps.native.decisions import Decision, EventKind, PolicyContext
 from pyps.native.status import RankCounters, rank_cost
-from pyps.native.values import Config, Decision, EventKind, PolicyContext, RankCost
+from pyps.native.values import Config, RankCost
 
 
 class Core:

@@ -36,12 +36,12 @@ from pyps.native import (
     unsigned,
 )
 from pyps.native.create import create
+from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, NewVector, StoreState, new_vector, read_state
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, spans_of
 from pyps.native.values import (
-    Advice,
     Claim,
     Codec,
     Config,
@@ -51,7 +51,6 @@ from pyps.native.values import (
     Hyper,
     Layout,
     Optimizer,
-    PolicyParams,
     PushRequest,
     PushResult,
     RankCost,

@@ -10,8 +10,9 @@ import numpy as np
 
 from pyps._native import ffi, lib
 from pyps.native import Pointer, check, hyper_values
+from pyps.native.decisions import PolicyParams
 from pyps.native.status import RankCounters
-from pyps.native.values import Codec, DataSet, Flat, Hyper, Layout, Optimizer, PolicyParams, Tensor
+from pyps.native.values import Codec, DataSet, Flat, Hyper, Layout, Optimizer, Tensor
 
 # The optimizer's vectors of one number for each parameter, named as torch.optim names them.
 VECTORS: Mapping[Optimizer, tuple[str, ...]] = {

@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError
+from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.transfer import Transferred, spans_of
 from pyps.native.values import (
-    Advice,
     Claim,
     Codec,
     EncodeCounts,
     Encoding,
     Flat,
     Layout,
-    PolicyParams,
     PushRequest,
     PushResult,
     Role,

@@ -29,21 +29,12 @@ from pyps.errors import (
     SystemCallFailed,
     TimedOut,
 )
+from pyps.native.decisions import Advice
 from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
 from pyps.native.state import StateHeader
-from pyps.native.values import (
-    Advice,
-    Claim,
-    Codec,
-    Encoding,
-    Flat,
-    Layout,
-    PushRequest,
-    PushResult,
-    Role,
-)
+from pyps.native.values import Claim, Codec, Encoding, Flat, Layout, PushRequest, PushResult, Role
 from pyps.remote import verbs
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, check_size, from_frames

@@ -31,6 +31,7 @@ from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native import ERRORS
+from pyps.native.decisions import PolicyParams
 from pyps.native.state import StateHeader
 from pyps.native.values import (
     Agreement,
@@ -40,7 +41,6 @@ from pyps.native.values import (
     Hyper,
     Layout,
     Optimizer,
-    PolicyParams,
     PushRequest,
     PushResult,
     Tensor,

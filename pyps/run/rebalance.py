@@ -12,8 +12,9 @@ from itertools import zip_longest
 from typing import Literal
 
 from pyps.formats import MAX_BATCH, Plan
+from pyps.native.decisions import PolicyNeeds
 from pyps.native.status import MemberState
-from pyps.native.values import CostModel, PolicyNeeds, RankCost, Role
+from pyps.native.values import CostModel, RankCost, Role
 from pyps.profiler.statistics import median_and_error
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Line

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import InvalidArgument
 from pyps.native.create import MAX_DIMENSIONS
+from pyps.native.decisions import PolicyParams
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
 from pyps.native.status import RankCounters
-from pyps.native.values import Agreement, Codec, Config, Flat, Layout, PolicyParams, Tensor
+from pyps.native.values import Agreement, Codec, Config, Flat, Layout, Tensor
 from pyps.store.marks import mark, run_and_servers, sealed
 from pyps.store.policies import policy_named
 

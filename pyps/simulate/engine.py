@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from pyps.errors import Busy, PypsError
-from pyps.formats import WorkerMode
 from pyps.native.core import Core
+from pyps.native.decisions import Advice, Decision, EventKind
 from pyps.native.status import MemberState
-from pyps.native.values import Advice, Config, Decision, EventKind, Optimizer
-from pyps.simulate.clock import Clock, LinkClass, Network, Process
+from pyps.native.values import Config, Optimizer
+from pyps.simulate.clock import Clock, Process
 from pyps.simulate.faults import Fault
 from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics, SimulatedModeChange
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.problem import Model
-from pyps.simulate.scenario import DeviceModel, Scenario, byte_shares
+from pyps.simulate.scenario import DeviceModel, Scenario, byte_shares, networks_of
+from pyps.simulate.step import Parameters, Pipelines, SimulatedStep, StepProcess, Turn
 from pyps.solver.links import WIRE_BYTES
-from pyps.solver.mode import Mode
 from pyps.solver.online.mode import ModeBalancer, ModeChange
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
@@ -38,36 +36,7 @@ CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
 MOST_FENCED = 100  # a worker, while no step ends
 
-StepProcess = Generator[int | None, None, Any]
-Parameters = tuple[Vector, int]  # with their version
-Gradient = tuple[Vector, float]  # with the loss
 MakeWorker = Callable[["Engine", int, StepRules], Process]  # the engine, the worker's number, its rules
-
-
-class Turn(NamedTuple):
-    """A worker's turn over a link. opened: when; waited: for it. Nanoseconds."""
-
-    opened: int
-    waited: int
-
-
-@dataclass
-class SimulatedStep:
-    """A step under way: its samples, what it goes on from, and how far it is."""
-
-    first: int
-    count: int
-    pulled: Parameters
-    base: Vector  # where its next local step goes on from
-    claimed: int  # the time at which it could begin
-    done: int = 0
-    before: int = 0  # samples done before the last micro-batch
-    taken: int = 0  # samples whose local steps were taken before newer parameters came
-    gradient: Gradient | None = None
-    nanoseconds: int = 0  # of computing
-    lasted: int = 0  # from its beginning until its gradient was ready
-    turn: Turn | None = None  # in which its gradient travels
-    mode: WorkerMode | None = None  # of its transfer, where that may change
 
 
 class Deadlock(PypsError):
@@ -78,8 +47,8 @@ class Engine:
     """One policy on one scenario; `work` runs it to its end.
 
     scenario, policy: what is simulated. model: the parameters. metrics: filled while it runs. samples: to
-    train in all. seed: of the jitter. make_worker: what a worker does (pyps.simulate.worker). depths: steps
-    of each worker under way; 1: no pipeline. choices: modes that workers may change to; None: theirs stay.
+    train in all. seed: of the jitter. make_worker: what a worker does (pyps.simulate.worker). pipelines:
+    how many of its steps are under way.
     """
 
     def __init__(
@@ -91,31 +60,15 @@ class Engine:
         samples: int,
         seed: int,
         make_worker: MakeWorker,
-        depths: Sequence[int] = (),
-        choices: Mode | None = None,
+        pipelines: Pipelines,
     ) -> None:
         self.scenario, self.policy, self.model, self.metrics = scenario, policy, model, metrics
         self.workers, self.needs = scenario.workers, policy.needs
-        self.depths = tuple(depths) or (1,) * len(self.workers)
-        most = max(*self.depths, choices.depths[1] if choices else 1)
-        config = Config(
-            tensors=(),
-            initial=(),
-            batches=scenario.batches,
-            groups=1,
-            optimizer=Optimizer.SGD,
-            policy=policy.number,
-            round_timeout_seconds=policy.round_timeout_seconds,
-            samples=samples,
-            chunk_params=0,
-            max_participants=len(scenario.workers),
-            snapshot_spares=0,
-            staging_buffers=max(STAGING_BUFFERS, most),
-            policy_params=policy.params(),
-        )
-        self.choices, self._deepest = choices, most
+        self.depths, self.choices = pipelines
+        self._deepest = most = pipelines.deepest
+        self._staging_count = max(STAGING_BUFFERS, most)
         register_policy(policy)
-        self.core = Core(config)
+        self.core = Core(_config(scenario, policy, samples, self._staging_count))
         if scenario.schedule is not None and self.needs.uses_turns:
             self.core.set_schedule(0, scenario.schedule)
         self.devices = [
@@ -123,8 +76,7 @@ class Engine:
             for k, w in enumerate(scenario.workers)
         ]
         self._make_worker = make_worker
-        self._kinds, networks = _networks(scenario)
-        self._staging_count = config.staging_buffers
+        self._kinds, networks = networks_of(scenario)
         self.clock = Clock(most * len(self.workers), networks)
         self.version = self.rounds = self.trained = 0
         self.finished_at = 1
@@ -515,20 +467,22 @@ class Engine:
         self._note(self.core.step(EventKind.LEAVE, k, self.clock.now, state=int(state)))
 
 
-def _networks(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:
-    """The link class of each worker (-1: transfers take no time), and the networks down and up."""
-    keys: dict[tuple[str, float, int], int] = {}
-    kinds = []
-    for k, w in enumerate(scenario.workers):
-        changes = k if w.link_slowdowns else -1  # a link that changes is a class of its own
-        key = (w.host, scenario.hosts[w.host], -1) if w.host else ("", w.bandwidth, changes)
-        unlimited = math.isinf(scenario.server_bandwidth) and math.isinf(key[1])
-        kinds.append(-1 if unlimited else keys.setdefault(key, len(keys)))
-    down, up = (
-        Network(scenario.server_bandwidth, [LinkClass(bandwidth, bool(host)) for host, bandwidth, _ in keys])
-        for _ in range(2)
+def _config(scenario: Scenario, policy: Policy, samples: int, staging_buffers: int) -> Config:
+    return Config(
+        tensors=(),
+        initial=(),
+        batches=scenario.batches,
+        groups=1,
+        optimizer=Optimizer.SGD,
+        policy=policy.number,
+        round_timeout_seconds=policy.round_timeout_seconds,
+        samples=samples,
+        chunk_params=0,
+        max_participants=len(scenario.workers),
+        snapshot_spares=0,
+        staging_buffers=staging_buffers,
+        policy_params=policy.params(),
     )
-    return kinds, (down, up)
 
 
 def _ns(seconds: float) -> int:

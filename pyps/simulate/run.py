@@ -20,6 +20,7 @@ from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Metrics, Result, SimulatedReplan, rank_results
 from pyps.simulate.problem import LocalOptimizer, Model, Objective
 from pyps.simulate.scenario import Scenario, SimWorker
+from pyps.simulate.step import Pipelines
 from pyps.simulate.worker import worker_process
 from pyps.solver.costs import Table
 from pyps.solver.mode import Mode, choices_while_running
@@ -68,10 +69,9 @@ def simulate(
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
-    if iterations < 1:
-        raise InputError("simulate", "iterations", str(iterations), "at least 1")
-    if measure_every < 0:
-        raise InputError("simulate", "measure_every", str(measure_every), "at least 0")
+    for name, value, least in (("iterations", iterations, 1), ("measure_every", measure_every, 0)):
+        if value < least:
+            raise InputError("simulate", name, str(value), f"at least {least}")
     if target_loss is not None and objective is None:
         raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
     chosen = policy_named(policy) if isinstance(policy, str) else policy
@@ -86,9 +86,9 @@ def simulate(
     model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().correction, local)
     samples = iterations * scenario.global_batch
     choices = _choices(scenario, chosen, depths) if rebalance and codec == FROM_PLAN else None
-    deepest = [max(depth, choices.depths[1] if choices else 1) for depth in depths]
-    metrics = Metrics(max(deepest) * len(scenario.workers), timeline)
-    engine = Engine(scenario, chosen, model, metrics, samples, seed, worker_process, depths, choices)
+    pipelines = Pipelines(depths, choices)
+    metrics = Metrics(pipelines.deepest * len(scenario.workers), timeline)
+    engine = Engine(scenario, chosen, model, metrics, samples, seed, worker_process, pipelines)
     if objective is not None:
         every = max(1, iterations // CURVE_POINTS) * scenario.global_batch
         engine.measure(measure_every or every, target_loss)

@@ -27,6 +27,7 @@ from pyps.formats import (
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.select import fit_of
+from pyps.simulate.clock import LinkClass, Network
 from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
 from pyps.solver.links import (
@@ -174,6 +175,22 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )
+
+
+def networks_of(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:
+    """The link class of each worker (-1: transfers take no time), and the networks down and up."""
+    keys: dict[tuple[str, float, int], int] = {}
+    kinds = []
+    for k, w in enumerate(scenario.workers):
+        changes = k if w.link_slowdowns else -1  # a link that changes is a class of its own
+        key = (w.host, scenario.hosts[w.host], -1) if w.host else ("", w.bandwidth, changes)
+        unlimited = math.isinf(scenario.server_bandwidth) and math.isinf(key[1])
+        kinds.append(-1 if unlimited else keys.setdefault(key, len(keys)))
+    down, up = (
+        Network(scenario.server_bandwidth, [LinkClass(bandwidth, bool(host)) for host, bandwidth, _ in keys])
+        for _ in range(2)
+    )
+    return kinds, (down, up)
 
 
 def _readable(path: StrPath) -> Cluster:

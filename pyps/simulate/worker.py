@@ -16,9 +16,10 @@ import numpy as np
 
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.simulate.clock import Process
-from pyps.simulate.engine import Engine, Parameters, SimulatedStep, StepProcess
+from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import COMPUTE, NANOSECOND, WAIT
 from pyps.simulate.optimizer import Vector
+from pyps.simulate.step import Parameters, SimulatedStep, StepProcess
 from pyps.solver.online.mode import TimedTransfer
 from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules, even_steps, next_part

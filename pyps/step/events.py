@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyps.native.values import Advice
+from pyps.native.decisions import Advice
 from pyps.step.transfer import Ask
 
 # Events: the trainer wants something.

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pyps.errors import PypsError
-from pyps.native.values import Advice, PolicyNeeds
+from pyps.native.decisions import Advice, PolicyNeeds
 from pyps.step import events
 from pyps.step.transfer import Ask
 

@@ -17,12 +17,12 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from pyps.formats.plan import TurnSchedule
+from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, TransferRequest
 from pyps.native.values import (
-    Advice,
     Claim,
     Codec,
     CostModel,
@@ -30,7 +30,6 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
-    PolicyParams,
     PushRequest,
     PushResult,
     RankCost,

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
 from pyps import native
 from pyps.errors import Forked, StoreClosed
+from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.state import split
 from pyps.native.status import Member, RankCounters, Status
-from pyps.native.values import Flat, Hyper, PolicyNeeds, PolicyParams, RankCost, Traffic
+from pyps.native.values import Flat, Hyper, PushRequest, RankCost, Traffic
 from pyps.store.backend import Backend
-from pyps.store.staging import StagingBuffer
+from pyps.store.staging import StagingBuffer, check_request
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
 class Turns:
@@ -120,6 +124,20 @@ class StoreHandle:
     def policy_needs(self) -> PolicyNeeds:
         """What the store's policy asks of its workers."""
         return native.policy_needs(self.layout.policy, self._params)
+
+    def _checked(self, request: PushRequest) -> PushRequest:
+        """The request as the core takes it: checked against its sizes, with noise for this push alone.
+
+        The noise belongs to the samples: a store that goes on from a state draws what the first would have.
+        """
+        check_request(request, self.layout)
+        how = request.encoding
+        if how.rounding != "stochastic":
+            return request
+        with self._calls:
+            first, drawn = self._drawn = self._drawn[0], self._drawn[1] + 1
+            mixed = (((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + first) * GOLDEN + drawn) * GOLDEN
+        return replace(request, encoding=replace(how, seed=mixed % 2**64))
 
     def views(self, flat: Flat) -> dict[str, Flat]:
         """Views of a pulled (or any flat) vector by tensor name, each in its shape."""

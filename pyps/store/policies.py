@@ -20,7 +20,7 @@ from pyps import native
 from pyps.errors import InputError, UnknownPolicy, one_of
 from pyps.formats.mode import ROUND, Pace
 from pyps.native.core import is_registered, register_decider
-from pyps.native.values import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
+from pyps.native.decisions import NO_BOUND, PolicyContext, PolicyNeeds, PolicyParams
 
 Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
 Late = Literal["drop", "weigh", "auto"]

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import Busy, InvalidArgument, NotFinite, OutOfSpace, SnapshotCancelled
 from pyps.formats.plan import TurnSchedule
+from pyps.native.decisions import Advice
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, row_ranges, tensor_ranges
 from pyps.native.state import StoreState
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import (
-    Advice,
     Agreement,
     Claim,
     Codec,
@@ -42,13 +42,12 @@ from pyps.store.creation import store_config
 from pyps.store.handle import StoreHandle
 from pyps.store.marks import check_whole
 from pyps.store.policies import Policy, check_known
-from pyps.store.staging import StagingBuffer, check_request, check_vector, push_request
+from pyps.store.staging import StagingBuffer, check_vector, push_request
 
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
 UNSAID = Agreement()
 Making = Callable[[str, Config, StoreState | None, bool], Backend]
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads small numbers over all bits
 
 
 class Store(StoreHandle):
@@ -357,20 +356,6 @@ class Store(StoreHandle):
         """
         with self._calls as backend:
             backend.keep_residual(start, keep)
-
-    def _checked(self, request: PushRequest) -> PushRequest:
-        """The request as the core takes it: checked against its sizes, with noise for this push alone.
-
-        The noise belongs to the samples: a store that goes on from a state draws what the first would have.
-        """
-        check_request(request, self.layout)
-        how = request.encoding
-        if how.rounding != "stochastic":
-            return request
-        with self._calls:
-            first, drawn = self._drawn = self._drawn[0], self._drawn[1] + 1
-            mixed = (((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + first) * GOLDEN + drawn) * GOLDEN
-        return replace(request, encoding=replace(how, seed=mixed % 2**64))
 
     def pull_encoded(
         self, codec: Codec | str, out: NDArray[np.uint8] | None = None

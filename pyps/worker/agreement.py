@@ -10,7 +10,8 @@ import hashlib
 from dataclasses import fields
 
 from pyps.errors import InputError
-from pyps.native.values import Agreement, PolicyParams
+from pyps.native.decisions import PolicyParams
+from pyps.native.values import Agreement
 from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.settings import Settings

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from pyps.formats.mode import WorkerMode
-from pyps.native.values import Codec, Encoding, PolicyNeeds, PushRequest
+from pyps.native.decisions import PolicyNeeds
+from pyps.native.values import Codec, Encoding, PushRequest
 from pyps.solver.links import BYTES_PER_PARAMETER
 from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules

@@ -199,7 +199,7 @@ class Worker:
         or "bf16" (as in Store.create); None: as the checkpoint says, else "f32". resume: a checkpoint, or a
         folder of which the newest is taken, that a new store goes on from in place of the model's parameters;
         under `pyps run`, its --resume. timeout: seconds to wait for rank 0. Raises InputError for a model,
-        optimizer or scheduler that cannot be used here, StoreError if rank 0 does not create the store.
+        optimizer or scheduler that cannot be used here, StoreError if rank 0 creates no store.
 
         A parameter without a gradient in a step counts as having a gradient of zero (it decays, its momentum
         goes on). Persistent floating-point buffers (BatchNorm's statistics) become the mean of the workers'.
@@ -212,25 +212,27 @@ class Worker:
         chosen = as_optimizers(optimizer, model, is_local=is_local)
         stored = stored_optimizer(chosen, outer, settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
-        if average_moments or (average_moments is None and settings.average_moments):
+        if settings.average_moments if average_moments is None else average_moments:
             attachment = with_moments(attachment, chosen, settings)
         schedule = RunSchedule(scheduler, chosen, scheduler_unit)
         self.settings = settings
-        if resume is not None:
-            settings = replace(settings, resume=Path(resume))
-        store, pushes = self._join(settings, attachment, timeout)
+        resumed = settings if resume is None else replace(settings, resume=Path(resume))
+        store, pushes = self._join(resumed, attachment, timeout)
         parameters = [entry.parameter for entry in attachment.entries]
         local = local_steps_of(settings, store, chosen, parameters, clip_norm, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         self._attached.client.idle = self._notice.idle
         if is_local or not schedule:
             warn_of_other_constants(store.name, store.status().version, hyper_of(attachment), store.hyper())
-        binding = self._attached.binding
-        store.pull(binding.flat)
+        self._begin(self._attached.binding)
+
+    def _begin(self, binding: Binding) -> None:
+        """The model goes on from the store's parameters, and records begin."""
+        self.store.pull(binding.flat)
         binding.refresh()
-        self._throttle = settings.make_throttle(on_gpu=binding.on_gpu)
-        if settings.run_dir is not None:
-            self._records = RecordWriter(record_path(settings.run_dir, self.rank, os.getpid()))
+        self._throttle = self.settings.make_throttle(on_gpu=binding.on_gpu)
+        if self.settings.run_dir is not None:
+            self._records = RecordWriter(record_path(self.settings.run_dir, self.rank, os.getpid()))
 
     def _join(self, settings: Settings, attachment: Attachment, timeout: float) -> tuple[Store, int]:
         """Open the run's store, which rank 0 makes, and join it; the store, and this rank's pushes so far."""

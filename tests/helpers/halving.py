@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 
-from pyps.native.values import PolicyContext
+from pyps.native.decisions import PolicyContext
 from pyps.store.policies import Custom
 
 

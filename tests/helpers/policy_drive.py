@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from pyps.errors import Ended, Fenced, PushRejected
 from pyps.native.core import Core
-from pyps.native.values import Config, EventKind, Optimizer
+from pyps.native.decisions import EventKind
+from pyps.native.values import Config, Optimizer
 from pyps.store.policies import (
     ASP,
     BSP,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
-from pyps.native.values import Claim, Config, EventKind, Hyper, Optimizer, PushResult
+from pyps.native.decisions import EventKind
+from pyps.native.values import Claim, Config, Hyper, Optimizer, PushResult
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
 from pyps.store.staging import StagingBuffer

@@ -12,8 +12,9 @@ from policy_drive import COMMITTED, POLICIES, REFUSED, STEP, Drive, orders, part
 
 from pyps.errors import InvalidArgument
 from pyps.native.core import Core
+from pyps.native.decisions import EventKind
 from pyps.native.status import MemberState
-from pyps.native.values import Config, EventKind, Optimizer
+from pyps.native.values import Config, Optimizer
 from pyps.store.policies import (
     ASP,
     DCASGD,

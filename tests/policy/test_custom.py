@@ -21,7 +21,8 @@ from run_tools import make_plan
 from pyps.errors import InputError, TimedOut, UnknownPolicy
 from pyps.formats import write_json
 from pyps.native import core
-from pyps.native.values import Hyper, PolicyContext
+from pyps.native.decisions import PolicyContext
+from pyps.native.values import Hyper
 from pyps.simulate import Logistic, Scenario, SimWorker, simulate
 from pyps.store import Store
 from pyps.store.policies import Custom, policy_named, register_policy

@@ -9,7 +9,7 @@ import pytest
 from policy_drive import COMMITTED, SECOND, Drive
 
 from pyps.errors import Fenced
-from pyps.native.values import EventKind, PolicyContext
+from pyps.native.decisions import EventKind, PolicyContext
 from pyps.store.policies import DSSP, R2SP, SSP, Custom, register_policy
 
 SLICE = SECOND // 20  # how often a waiter looks for something to do

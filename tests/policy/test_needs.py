@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from pyps import errors, native
-from pyps.native.values import PolicyParams
+from pyps.native.decisions import PolicyParams
 from pyps.store.policies import DCASGD, Custom, Policy, SaPS
 
 # Under any parameters; every policy that is not named for a need does not have it.

@@ -12,7 +12,8 @@ import pytest
 
 import pyps
 from pyps.errors import Ended, PushRejected, SegmentCorrupt, SegmentNotFound, StoreError
-from pyps.native.values import Advice, Hyper
+from pyps.native.decisions import Advice
+from pyps.native.values import Hyper
 from pyps.simulate import replay
 from pyps.store.policies import Policy
 

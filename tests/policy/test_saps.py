@@ -14,7 +14,8 @@ from policy_drive import COMMITTED, REFUSED, SECOND, Drive, orders
 
 from pyps.errors import InvalidArgument, PushRejected
 from pyps.native.core import Core
-from pyps.native.values import Advice, Config, EventKind, Optimizer
+from pyps.native.decisions import Advice, EventKind
+from pyps.native.values import Config, Optimizer
 from pyps.store.policies import ASP, SaPS
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from pyps.errors import InputError, InvalidArgument
 from pyps.formats.plan import TurnSchedule
 from pyps.native.core import Core
+from pyps.native.decisions import EventKind
 from pyps.native.status import MemberState
-from pyps.native.values import Config, EventKind, Hyper, Optimizer
+from pyps.native.values import Config, Hyper, Optimizer
 from pyps.simulate import replay
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, R2SP, Policy

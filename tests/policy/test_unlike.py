@@ -12,7 +12,8 @@ from policy_drive import COMMITTED, POLICIES, SECOND, WAIT, Drive
 
 from pyps.errors import InputError, InvalidArgument
 from pyps.native.core import Core
-from pyps.native.values import Config, EventKind, Optimizer, PolicyParams
+from pyps.native.decisions import EventKind, PolicyParams
+from pyps.native.values import Config, Optimizer
 from pyps.store.policies import (
     ASP,
     HPS,

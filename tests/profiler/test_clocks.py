@@ -11,8 +11,8 @@ import pytest
 import torch
 from device import needs_cuda
 
-from pyps.profiler import measure
-from pyps.profiler.measure import gpu_clocks
+from pyps.profiler import clocks
+from pyps.profiler.clocks import gpu_clocks
 
 GPU = torch.device("cuda", 0)
 DEADLINE_SECONDS = 30.0
@@ -45,7 +45,7 @@ class Driver(SimpleNamespace):
 def slowdowns(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> list[str]:
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="one"))
-    monkeypatch.setattr(measure, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(clocks, "LOOK_SECONDS", 0.001)
     with gpu_clocks(GPU) as found:
         assert driver.asked.wait(DEADLINE_SECONDS)
         assert not found
@@ -77,4 +77,4 @@ def test_the_real_driver() -> None:
     pytest.importorskip("pynvml")
     with gpu_clocks(GPU) as found:
         torch.zeros(1, device=GPU)
-    assert set(found) <= set(measure.REASONS.values())
+    assert set(found) <= set(clocks.REASONS.values())

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pyps.errors import InputError
 from pyps.profiler import profile_model
 from pyps.profiler.budget import Budget
+from pyps.profiler.climb import LADDER_MAX, climb, ladder
 from pyps.profiler.fit import memory_model, point_seconds
-from pyps.profiler.measure import LADDER_MAX, affordable, climb, ladder, settle, time_in_rounds, time_parts
+from pyps.profiler.measure import affordable, settle, time_in_rounds, time_parts
 from pyps.profiler.stepper import PARTS, OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp

@@ -7,7 +7,7 @@ import pytest
 
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.profiler import predict_seconds, select_fit
-from pyps.profiler.measure import ladder
+from pyps.profiler.climb import ladder
 from pyps.profiler.multiples import at_multiple, odd_size, shown_multiple
 
 OFF = 1.3  # times as long

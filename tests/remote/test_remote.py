@@ -192,7 +192,7 @@ def test_every_policy_decides_over_the_link_as_locally(shm: Path, policy: str) -
                 staging["w"][:] = flat[:5] + turn
                 one.set_max_samples(4)
                 one.set_data_set(DataSet(60, 7, 0.5, 0.1))
-                assert one.should_continue(0, claim.count) is pyps.native.values.Advice.CONTINUE
+                assert one.should_continue(0, claim.count) is pyps.native.decisions.Advice.CONTINUE
                 one.push(staging, claim.count, Hyper(lr=0.1), base_params=flat, grad_norm_squared=1.0)
                 if turn % 2 or policy == "r2sp":
                     one.pull(flat)

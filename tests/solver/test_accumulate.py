@@ -18,7 +18,8 @@ from pyps.solver.accumulate import accumulated, best_size
 from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Floats, Line, Table
 from pyps.solver.milp.checks import agreement, enumerated
-from pyps.solver.plan import make_plan, planning_problem
+from pyps.solver.plan import make_plan
+from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import cost_of, planned_ranks
 
 THOROUGH = [pytest.mark.thorough, pytest.mark.timeout(900)]

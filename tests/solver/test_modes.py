@@ -28,7 +28,8 @@ from pyps.solver.constrained import evaluate, even_batches, iteration
 from pyps.solver.links import WIRE_BYTES
 from pyps.solver.milp.checks import agreement
 from pyps.solver.mode import mode_of
-from pyps.solver.plan import make_plan, planning_problem
+from pyps.solver.plan import make_plan
+from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.store.policies import Policy, policy_named
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, WorkerGroup
-from pyps.solver.plan import plan_ranks, planning_problem
+from pyps.solver.plan import plan_ranks
+from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.explain import explain
 from pyps.solver.report.warnings import MOST_LINES, Remark, few_of, in_lines

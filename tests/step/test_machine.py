@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyps.native.values import Advice, PolicyNeeds
+from pyps.native.decisions import Advice, PolicyNeeds
 from pyps.step.events import (
     Abort,
     Action,

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from pyps._native import ffi, lib
 from pyps.errors import Ended, InputError, InvalidArgument, StoreError, TimedOut
 from pyps.native import check
+from pyps.native.decisions import PolicyParams
 from pyps.native.local import LocalBackend
 from pyps.native.state import VECTORS, RankHistory, StateHeader, StoreState
 from pyps.native.status import RankCounters
-from pyps.native.values import Codec, Encoding, Hyper, Optimizer, PolicyParams, Tensor
+from pyps.native.values import Codec, Encoding, Hyper, Optimizer, Tensor
 from pyps.remote import create_store, open_store
 from pyps.remote.server import Server
 from pyps.store import Store

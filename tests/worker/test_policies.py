@@ -12,7 +12,8 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threa
 
 from pyps.errors import InvalidArgument, PushRejected
 from pyps.formats.records import read_run
-from pyps.native.values import Advice, Hyper, PushResult
+from pyps.native.decisions import Advice
+from pyps.native.values import Hyper, PushResult
 from pyps.store import Store
 from pyps.store.policies import DCASGD, R2SP, Policy, SaPS, Softsync
 from pyps.store.staging import StagingBuffer

@@ -1,0 +1,124 @@
+"""What a policy is made of and decides, as plain frozen values; the numbers are those of csrc/pyps.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+NO_BOUND = 2**32 - 1  # UINT32_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParams:
+    """A policy's numbers, named as in pyps.h; those that it does not have are 0."""
+
+    backup: int = 0
+    splits: int = 0
+    bound: int = 0
+    extra: int = 0
+    threshold: int = 0
+    abort: int = 0
+    scaling: int = 0
+    plain_pulls: int = 0
+    quantile: float = 0.0
+    correction: float = 0.0
+    slack: float = 0.0
+    patience: float = 0.0
+    late: int = 0
+    noise: float = 0.0
+    own: float = 0.0
+    custom: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyNeeds:
+    """What a policy asks of a worker; see pyps.native.policy_needs.
+
+    `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
+    `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
+    `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
+    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: one
+    step takes the gradients of all workers. `starts_at_once`: no start waits for others, so an exchange
+    serves in place of a push and the pull before the next step. `collects_pushes`: a version may take the
+    gradients of several pushes.
+    """
+
+    uses_turns: bool
+    checks_between_micro_batches: bool
+    needs_base_params: bool
+    needs_grad_norm: bool
+    resizes_batches: bool
+    allows_pipeline: bool
+    waits_for_rounds: bool
+    starts_at_once: bool
+    collects_pushes: bool
+
+    @property
+    def lets_ranks_rest(self) -> bool:
+        """Whether a step waits for all ranks that have samples, by a split that re-plans change."""
+        return self.waits_for_rounds and not self.resizes_batches
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a custom policy sees: the worker it is asked about, and the others."""
+
+    now: int  # nanoseconds
+    version: int
+    staleness: int  # versions since the worker's pull
+    clock: int  # its steps
+    slowest: int  # steps of the slowest worker there is
+    fastest: int
+    rank: int
+    workers: int
+    samples: int  # held or pushed
+    batch: int  # planned
+
+
+class Advice(IntEnum):
+    """What a worker does between two micro-batches: as PYPS_CONTINUE ... in pyps.h."""
+
+    CONTINUE = 0
+    PUSH_NOW = 1
+    ABORT = 2
+
+
+class EventKind(IntEnum):
+    """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
+
+    JOIN = 1
+    LEAVE = 2
+    REJOIN = 3
+    START = 4
+    PULL = 5
+    PUSH = 6
+    TICK = 7
+    REPLAN = 8
+    CHECK = 9
+    MAX_SAMPLES = 10
+    GATE = 11
+    START_AHEAD = 12
+    SCHEDULE = 13
+
+
+class Decision(Protocol):
+    """What a step of the decision core came to: pyps_decision in pyps.h."""
+
+    verdict: int  # 0 committed, 1 unchanged, 2 wait
+    advice: int
+    rank: int
+    scale: float
+    ticket: int
+    staleness: int
+    first: int
+    count: int
+    batch: int
+    until: int
+    at: int
+    progress: int
+    version: int
+    round: int
+    next_deadline: int
+    wake_epoch: int
+    part: float  # of an optimizer step, that the last version took
