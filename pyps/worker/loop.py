@@ -38,6 +38,7 @@ from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
 from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
 from pyps.worker.attached import Attached, attached
+from pyps.worker.binding import Binding
 from pyps.worker.checks import DivergenceCheck, shorten_tracebacks
 from pyps.worker.epochs import Epochs, OnEpoch
 from pyps.worker.feed import BatchFeed
@@ -208,8 +209,7 @@ class Worker:
             raise InputError("attach", "model", "a second one", "one model for each worker")
         disable_malloc_trim()
         settings = with_local_steps(self.settings, local_steps)
-        is_local = settings.local_steps > 0
-        chosen = as_optimizers(optimizer, model, is_local=is_local)
+        chosen = as_optimizers(optimizer, model, is_local=(is_local := settings.local_steps > 0))
         stored = stored_optimizer(chosen, outer, settings)
         attachment = replace(inspect(model, stored, None if is_local else clip_norm), master=master)
         if settings.average_moments if average_moments is None else average_moments:
