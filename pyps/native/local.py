@@ -279,9 +279,11 @@ class LocalBackend:
         return push_result(r), int(version[0])
 
     def _push_args(self, what: str, request: PushRequest) -> tuple[Any, Any]:
-        """The C arguments, and what must live as long as they. Codes are copied to the staging buffer."""
+        """The C arguments, and what must live as long as they. Codes that lie elsewhere are copied."""
         if request.encoded and request.gradient is not None:
-            self.staging_codes(request.staging, request.gradient.size)[:] = request.gradient
+            place = self.staging_codes(request.staging, request.gradient.size)
+            if place.ctypes.data != request.gradient.ctypes.data:
+                place[:] = request.gradient
         return push_args(what, request)
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:

@@ -254,6 +254,15 @@ class Store(StoreHandle):
                 self._staging_buffers[staging] = StagingBuffer(staging, find, self.tensors)
             return self._staging_buffers[staging]
 
+    def staging_codes(self, staging: int, size: int) -> NDArray[np.uint8]:
+        """Room for a push's codes, uint8 [size], that it need not copy: of the staging buffer itself. A store
+        over a link has none, and gets codes from any array.
+        """
+        with self._calls as backend:
+            if isinstance(backend, LocalBackend):
+                return backend.staging_codes(staging, size)
+        return np.empty(size, np.uint8)
+
     def _staging_flat(self, staging: int) -> Flat:
         with self._calls as backend:
             return backend.staging(staging)

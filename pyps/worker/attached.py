@@ -68,14 +68,15 @@ class Attached:
         step.lr, share = hyper[0].lr, step.share
         if self.local is not None:
             step.lr, share = self.local.lr, 1.0
-        codes = binding.codes if samples else None  # already scaled
+        codes = binding.codes if samples else None
+        half = binding.half if codes is not None else None  # and not scaled, as others are
         encoding = self.transport.encoding
         return PushRequest(
             staging=step.staging.index,
             samples=samples,
             hyper=hyper,
-            scale=share if codes is None else 1.0,
-            encoding=encoding if codes is None else Encoding(encoding.codec),
+            scale=share if codes is None or half is not None else 1.0,
+            encoding=encoding if codes is None else Encoding(half or encoding.codec),
             gradient=codes,
             encoded=codes is not None,
             base_params=binding.flat if needs.needs_base_params else None,
@@ -113,6 +114,7 @@ def attached(
     rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
     optimizer = store.layout.optimizer
     follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
+    links = settings.make_links()
     binding = Binding(
         attachment,
         store,
@@ -121,6 +123,7 @@ def attached(
         hooks=local is None,
         early=local is None and not follows,
         overlaps=settings.depth > 1,
+        halves=local is None and not follows and not links.emulated and _is_exact(store, settings),
     )
     if needs.resizes_batches:
         extra = (extra_buffers(settings.most_depth) + (local is not None)) * binding.flat.nbytes
@@ -130,7 +133,7 @@ def attached(
         store,
         settings.pull_codec,
         budget=budget,
-        links=settings.make_links(),
+        links=links,
     )
     transport = Transport(
         client,
@@ -154,9 +157,14 @@ def _looks(attachment: Attachment, store: Store, settings: Settings, needs: Poli
     """Whether a look at the gradient saves the push one (`looked` in pyps.h). A server reads what it was
     sent; where the norm of one push is taken, that shows what is not finite; softsync looks in any case.
     """
-    encoding, clips = settings.encoding, attachment.clip_norm > 0.0
-    reads = encoding.codec is Codec.F32 and encoding.nonfinite == "error" and not store.servers
-    return reads and (needs.waits_for_rounds or not (clips or needs.collects_pushes))
+    clips = attachment.clip_norm > 0.0
+    return _is_exact(store, settings) and (needs.waits_for_rounds or not (clips or needs.collects_pushes))
+
+
+def _is_exact(store: Store, settings: Settings) -> bool:
+    """Whether gradients go to a store on this machine as they are, all of them finite."""
+    encoding = settings.encoding
+    return encoding.codec is Codec.F32 and encoding.nonfinite == "error" and not store.servers
 
 
 def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | None:

@@ -19,6 +19,7 @@ from torch import nn
 from pyps.errors import InputError
 from pyps.native.ranges import Ranges, merged
 from pyps.native.values import Codec, Tensor
+from pyps.store.codec import encoded_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment
@@ -30,6 +31,7 @@ from pyps.worker.device_copies import DeviceCopies, HostVector
 from pyps.worker.direct import DirectGradients
 
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
+HALVES = {torch.bfloat16: Codec.BF16, torch.float16: Codec.F16}  # which lose nothing of such gradients
 
 
 class Binding:
@@ -38,7 +40,7 @@ class Binding:
     codec: encodes gradients on the device (see `codes`), if all of the model is on one device that can.
     looks: whether gradients are looked at on their way (see `looked`). hooks: whether backward makes what is
     pushed. early: whether transfers bring parameters while they go on; overlaps: and the model is in use
-    meanwhile.
+    meanwhile. halves: whether gradients that are of half precision all are pushed so.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Binding:
         hooks: bool = True,
         early: bool = False,
         overlaps: bool = False,
+        halves: bool = False,
     ) -> None:
+        self._store = store
         self._slices = {t.name: t for t in store.tensors}
         entries = [(entry.parameter, self._slices[entry.name]) for entry in attachment.entries]
         devices = [p.device for p, _ in entries if p.device.type != "cpu"]
@@ -70,11 +74,18 @@ class Binding:
         self._direct = DirectGradients(direct, looks=looks, hooks=hooks)
         self._copied = copied
         self._buckets: GradientBuckets | None = None
+        self.half: Codec | None = None  # that the gradients are in as they are
+        self._filled = np.empty(0, np.uint8)  # codes of half precision, of the step under way
+        self._codes: NDArray[np.uint8] | None = None  # these, collected
         one_place = {p.device for p, _ in copied} == {self.device}
         if one_place:
             encodes = not direct and self.device.type in ENCODES_ON and codec in FORMATS
             how = codec if encodes else None
             elements = store.layout.trained_elements
+            types = {p.dtype for p, _ in copied}
+            if halves and not direct and len(types) == 1:
+                self.half = HALVES.get(types.pop())
+            looks = looks or self.half is not None
             self._buckets = GradientBuckets(copied, elements, self._bus, how, looks=looks)
         self._copies = DeviceCopies(
             copied,
@@ -150,26 +161,45 @@ class Binding:
 
     @property
     def codes(self) -> NDArray[np.uint8] | None:
-        """The collected gradient, encoded on the device; None: the staging buffer holds it as fp32."""
+        """The collected gradient, encoded on the device, or of half precision as it was computed; None: the
+        staging buffer holds it as fp32.
+        """
+        if self._codes is not None:
+            return self._codes
         return self._buckets.codes if self._buckets is not None and self._buckets.codec is not None else None
 
     def squared_norm(self, staging: NDArray[np.float32]) -> float:
         """The sum of the squares of the gradient collected last, unscaled. staging: its staging buffer."""
         if self._buckets is not None and self._buckets.codec is not None:
             return self._buckets.squared_norm()  # the staging buffer has no gradient
+        if self._codes is not None:
+            staging = self._halves(self._codes).float().numpy()
         return float(np.dot(staging, staging))
 
     def attach_grads(self, staging: StagingBuffer) -> None:
         """A step begins, whose gradient goes to this staging buffer."""
         for part in self._cleared:
             staging.flat[part] = 0.0
-        self._staging = staging.torch()
+        self._staging, self._codes = staging.torch(), None
         self._direct.begin(staging)
         for p, _ in self._copied:
             p.grad = None
         self._pin(staging.flat)
         if self._buckets is not None:
-            self._buckets.begin(self._staging)
+            self._buckets.begin(self._staging if self.half is None else self._half_of(staging, self.half))
+
+    def _half_of(self, staging: StagingBuffer, codec: Codec) -> torch.Tensor:
+        """The codes of a staging buffer, with zeros where no parameter is."""
+        trained = self._store.layout.trained_elements
+        self._filled = self._store.staging_codes(staging.index, encoded_bytes(codec, trained))
+        self._pin(self._filled)
+        values = self._halves(self._filled)
+        for part in _others([place for _, place in self._copied], trained):
+            values[part].zero_()
+        return values
+
+    def _halves(self, codes: NDArray[np.uint8]) -> torch.Tensor:
+        return torch.from_numpy(codes).view(self._copied[0][0].dtype)
 
     def last_backward(self, scale: float) -> None:
         """The next backward is the last: each gradient may be copied to the staging buffer as it is ready.
@@ -228,10 +258,21 @@ class Binding:
             if unscaled:
                 self._buckets.forget()
             self._buckets.finish(scale)
+            self._collect_halves(self._buckets.finite)
         else:
             for p, place in self._copied:
                 _copy_gradient(p, _slice(self._staging, place))
         return self._looked()
+
+    def _collect_halves(self, finite: bool) -> None:
+        """As codes; what is not finite as fp32, which a push refuses."""
+        if self.half is None:
+            return
+        if finite:
+            self._codes = self._filled
+        elif self._staging is not None:
+            values = self._halves(self._filled)
+            self._staging[: values.numel()].copy_(values)
 
     def _looked(self) -> Ranges | None:
         found = self._direct.looked() + (self._buckets.looked() if self._buckets is not None else [])

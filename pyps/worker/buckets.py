@@ -165,6 +165,11 @@ class GradientBuckets:
                 part.finite = math.isfinite(flag)
         self._to, self._eager = None, False
 
+    @property
+    def finite(self) -> bool:
+        """After finish(): whether all of the gradient is known to be finite."""
+        return all(part.finite for part in self._parts)
+
     def looked(self) -> list[tuple[int, int]]:
         """After finish(): the first element and the count of each part that is known to be finite."""
         return [(part.lo, part.hi - part.lo) for part in self._parts if part.finite]

@@ -24,7 +24,6 @@ from pyps import native
 from pyps.profiler.throttle import sleep_until
 
 PIECE_BYTES = 1 << 18  # that an emulated bus copies before it looks at the clock
-Job = Callable[[], None]
 
 
 class Bus(Protocol):
@@ -194,12 +193,12 @@ class _Lane:
 
     def __init__(self, bytes_per_second: float, name: str) -> None:
         self._rate, self._free_at = bytes_per_second, 0
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: Thread | None = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> None:
-        self._jobs.put(partial(_call, job))
+        self._jobs.put(job)
 
     def copy(self, to: torch.Tensor, values: torch.Tensor) -> None:
         self._jobs.put(partial(self._copy, to.detach(), values.detach(), time.monotonic_ns()))
@@ -244,10 +243,6 @@ class _Lane:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-
-
-def _call(job: Callable[[], object]) -> None:
-    job()
 
 
 def greatest_of(values: torch.Tensor) -> float:

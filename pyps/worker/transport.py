@@ -231,7 +231,7 @@ class Transport:
                 self._client.claim_ahead(1)
 
     def go_on(self, step: Step, following: int) -> events.Control:
-        """Between two micro-batches of a step, the next with `following` samples: Continue, EndTransfer or
+        """Between two micro-batches of a step, the next with `following` samples: Continue, Finish or
         Abort. Newer parameters may have come into the model.
         """
         event = events.Partial(step.done - step.micro, step.done, step.done + step.left, following)

@@ -11,10 +11,13 @@ from torch import nn
 from worker_tools import OPTIMIZERS, SAMPLES, X, Y, backward, loss_of
 
 from pyps.native import local
+from pyps.native.values import PushRequest, PushResult
 from pyps.worker import attached, binding
 from pyps.worker.binding import Binding
 from pyps.worker.bus import Bus, Emulated
 from pyps.worker.loop import Worker, join
+from pyps.worker.step import Step
+from pyps.worker.transport import Transport
 
 RATE = 1e9  # bytes a second
 WIDE = 400  # two chunks of parameters, and a tensor that is in both
@@ -51,6 +54,7 @@ def assert_arrived(worker: Worker, model: nn.Module, flat: Any) -> None:
 def run(kind: torch.dtype = torch.float32, case: str = "sgd", **options: Any) -> tuple[bytes, bytes]:
     """The store's parameters after a run of one worker, and the model's."""
     model = network(kind)
+    clip_norm = options.pop("clip_norm", None)
     chosen: dict[str, Any] = {"batches": [10], "samples": 2 * SAMPLES, "seed": 5} | options
     bound: list[Binding] = []
     made = attached.Binding
@@ -61,7 +65,7 @@ def run(kind: torch.dtype = torch.float32, case: str = "sgd", **options: Any) ->
 
     with join("run", 0, **chosen) as worker, pytest.MonkeyPatch.context() as patch:
         patch.setattr(attached, "Binding", noted)
-        worker.attach(model, OPTIMIZERS[case](model))
+        worker.attach(model, OPTIMIZERS[case](model), clip_norm=clip_norm)
         for x, y in worker.batches((X.to(kind), Y.to(kind))):
             assert_arrived(worker, model, bound[0].flat)
             backward(loss_of(model, x, y))
@@ -98,3 +102,50 @@ def test_a_deep_pipeline_computes_on_what_came_last(shm: Path, emulated: list[Bu
     for policy in ("asp", "hps"):
         run(policy=policy, pipeline=4, case="adamw", samples=6 * SAMPLES)
     assert len(emulated) == 2
+
+
+HALF_CASES = [
+    {"policy": "asp"},
+    {"policy": "bsp", "case": "adamw"},
+    {"policy": "asp", "pipeline": 2},
+    {"policy": "asp", "micro_batch": 3},
+    {"policy": "dcasgd"},
+    {"policy": "softsync"},
+    {"policy": "asp", "clip_norm": 0.1},
+    {"policy": "bsp", "clip_norm": 0.1},
+    {"policy": "saps:threshold=ringmaster"},
+]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("options", HALF_CASES, ids=lambda o: "-".join(map(str, o.values())))
+def test_halves_cross_the_bus_and_nothing_else_changes(
+    shm: Path, request: pytest.FixtureRequest, kind: torch.dtype, options: dict[str, Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "HALVES", {})
+        plain = run(kind, **options)
+    sent: list[PushRequest] = []
+    send = Transport.send
+
+    def noted(transport: Transport, step: Step, request: PushRequest) -> PushResult | None:
+        sent.append(request)
+        return send(transport, step, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "send", noted)
+        assert run(kind, **options) == plain, "copied at once"
+    assert {push.encoding.codec for push in sent} == {binding.HALVES[kind]}
+    request.getfixturevalue("emulated")
+    assert run(kind, **options) == plain
+
+
+def test_halves_that_are_not_finite_are_refused_as_ever(shm: Path) -> None:
+    model = network(torch.bfloat16)
+    with join("run", 0, batches=[10], samples=60, seed=5, policy="asp", allow_nonfinite=True) as worker:
+        worker.attach(model, OPTIMIZERS["sgd"](model))
+        for k, (x, y) in enumerate(worker.batches((X.bfloat16(), Y.bfloat16()))):
+            backward(loss_of(model, x * float("nan") if k == 2 else x, y))
+            assert (worker.step() is None) == (k == 2)
+        assert (worker.steps, worker.skipped) == (5, 1)
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
