@@ -69,7 +69,7 @@ def _draw_fit(axes: Any, fit: Fit, batches: Ints) -> None:
     axes.plot(grid, curve, "-", color="0.45", linewidth=2, label=describe_fit(fit))
     if fit.band:
         at, low, high = np.array(fit.band).T
-        label = "90 % of refits"
+        label = "90 % of batches between"
         axes.fill_between(at, low * 1e3, high * 1e3, color="0.75", linewidth=0, label=label)
     for low_end, high_end in ((grid[0], fit.trusted_min_batch), (fit.trusted_max_batch, grid[-1])):
         if high_end > low_end:

@@ -111,19 +111,21 @@ def _optimistic(profile: Profile) -> Profile:
     if fit is None:
         return profile
     cost, measured = cost_of(fit), sorted({point.batch for point in profile.points})
-    off = cost.seconds(fit.band[0][0]) / fit.band[0][1] if fit.band else UNKNOWN
+    sizes, lows = [b for b, _, _ in fit.band or []], [low for _, low, _ in fit.band or []]
     last = measured[-1] if profile.max_batch is None else max(profile.max_batch, measured[-1])
     ends = [*([1] if measured[0] > 1 else []), *measured, *([last] if last > measured[-1] else [])]
     knots: dict[int, float] = {}
     for a, b in itertools.pairwise(ends):
         for batch in np.unique(np.geomspace(a, b, BETWEEN + 2).round()).astype(int).tolist():
-            knots[batch] = _least(cost.seconds(batch), off, batch, a, b, measured)
+            seconds = cost.seconds(batch)
+            off = max(1.0, seconds / float(np.interp(batch, sizes, lows))) if sizes else UNKNOWN
+            knots[batch] = _least(seconds, off, batch, a, b, measured)
             if batch > measured[0]:
                 before = max(one for one in measured if one < batch)
                 knots[batch] = max(knots[batch], min(cost.seconds(before), cost.seconds(batch)))
     batches = sorted(knots)
-    seconds = np.maximum.accumulate([knots[batch] for batch in batches])
-    table = list(zip(batches, map(float, seconds), strict=True))
+    rising = np.maximum.accumulate([knots[batch] for batch in batches])
+    table = list(zip(batches, map(float, rising), strict=True))
     return msgspec.structs.replace(
         profile, fit=msgspec.structs.replace(fit, kind="table", table=table, per_sample_seconds=fit.end_slope)
     )
