@@ -92,9 +92,10 @@ def _label(axes: Any, profile: Profile, batches: Ints) -> None:
 
 
 def describe_fit(fit: Fit) -> str:
-    """The fitted formula in milliseconds."""
-    if fit.kind in ("convex", "table"):
-        return f"T(b) = table of {len(fit.table or [])} batches"
+    """The fitted formula in milliseconds; of a table, its ends."""
+    if fit.table:
+        (first, least), (last, most) = fit.table[0], fit.table[-1]
+        return f"T(b) = a table: {least * 1e3:.4g} ms at {first} to {most * 1e3:.4g} ms at {last}"
     line = f"{fit.fixed_seconds * 1e3:.4g} + {fit.per_sample_seconds * 1e3:.4g} b"
     return (
         f"T(b) = max({fit.floor_seconds * 1e3:.4g}, {line}) ms" if fit.kind == "knee" else f"T(b) = {line} ms"

@@ -91,20 +91,18 @@ def title(profile: Profile) -> str:
 
 def verdict(fit: Fit, profile: Profile) -> list[str]:
     """How good the fit is, and where not to trust it."""
-    left_out = fit.leave_one_out_error
-    r2 = "-" if fit.r2 is None else f"{fit.r2:.4f}"
-    error = "not defined for two batches" if left_out is None else f"{left_out:.1%} (median)"
-    lines = [f"{describe_fit(fit)}   R2 {r2}   leave-one-out error {error}"]
+    lines = [_curve(fit)]
     if fit.band:
-        widest = max((high - low) / (high + low) for _, low, high in fit.band)
-        lines.append(f"90 % of batches between these are expected within {widest:.1%} of the curve")
+        widths = [(high - low) / (high + low) for _, low, high in fit.band]
+        low, high = f"{min(widths):.1%}", f"{max(widths):.1%}"
+        off = low if low == high else f"{low} to {high}"
+        lines.append(f"90 % of batches between these are expected within {off} of the curve")
     if (widest := max(map(_spread, profile.points))) > BUSY:
         lines.append(
             f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
         )
-    low_r2 = fit.r2 is not None and fit.r2 < 1 - 2 * POOR  # also of a flat curve that fits: see _misses
-    if (left_out or 0.0) > POOR or (low_r2 and _misses(fit, profile) > POOR):
-        lines.append("the curve does not describe this device: measure again, or more and larger batches")
+    if (doubt := _doubt(fit, profile)) is not None:
+        lines.append(doubt)
     if fit.trusted_min_batch > profile.points[0].batch:
         lines.append(f"do not trust below b = {fit.trusted_min_batch}: the curve misses it by more than 10 %")
     lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
@@ -119,6 +117,29 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     if profile.model.optimizer is not None:
         lines.append(f"optimizer: {profile.model.optimizer}")
     return lines
+
+
+def _curve(fit: Fit) -> str:
+    """The curve, and how well it says batches that were left out. A table keeps to the measured times: R2
+    says nothing of it, and without a batch its gap is twice as wide as those that are left.
+    """
+    error, more = (
+        "not defined for two batches",
+        " (median, in gaps twice as wide)" if fit.table else " (median)",
+    )
+    if fit.leave_one_out_error is not None:
+        error = f"{fit.leave_one_out_error:.1%}{more}"
+    r2 = "" if fit.table else f"   R2 {'-' if fit.r2 is None else f'{fit.r2:.4f}'}"
+    return f"{describe_fit(fit)}{r2}   leave-one-out error {error}"
+
+
+def _doubt(fit: Fit, profile: Profile) -> str | None:
+    """That the curve, or what is between the points of a table, says little; None: it does not."""
+    left_out = (fit.leave_one_out_error or 0.0) > POOR
+    low_r2 = fit.r2 is not None and fit.r2 < 1 - 2 * POOR  # also of a flat curve that fits: see _misses
+    if (left_out and not fit.table) or (low_r2 and _misses(fit, profile) > POOR):
+        return "the curve does not describe this device: measure again, or more and larger batches"
+    return "between these batches the curve is a guess: measure more of them" if left_out else None
 
 
 def _misses(fit: Fit, profile: Profile) -> float:

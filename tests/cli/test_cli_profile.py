@@ -121,7 +121,6 @@ def test_a_model_is_measured_and_written(shell: Shell) -> None:
         "throttle 2",
         "samples/s",
         "T(b) = ",
-        "R2",
         "leave-one-out",
         "do not trust beyond",
         "optimizer: SGD with momentum 0.9",
@@ -165,6 +164,11 @@ def test_a_poor_profile_is_called_so(shell: Shell) -> None:
     assert "the times of a batch differ by up to 175%: measure again when nothing else runs" in done.out
     Path("odd.csv").write_text("batch,seconds\n1,1\n8,5\n64,1\n512,7\n")
     assert "does not describe this device" in shell("import", "odd.csv", "--no-plot").out
+    Path("bent.csv").write_text("batch,seconds\n1,6.4\n8,11.9\n32,21.9\n64,60\n256,133.9\n")
+    bent = shell("import", "bent.csv", "--no-plot").out
+    assert "in gaps twice as wide" in bent
+    assert "between these batches the curve is a guess" in bent
+    assert "R2" not in bent
     Path("flat.csv").write_text("batch,seconds\n1,0.041\n8,0.0425\n32,0.0405\n64,0.0435\n128,0.042\n")
     assert "does not describe this device" not in shell("import", "flat.csv", "--no-plot").out
 
