@@ -140,7 +140,8 @@ class _Fitted:
     @property
     def left_out(self) -> Vector:
         """The batches at which `misses` tells the errors."""
-        return self.batches[self._each]
+        found: Vector = self.batches[self._each]
+        return found
 
     @property
     def corners(self) -> Vector:
