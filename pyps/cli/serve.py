@@ -15,6 +15,7 @@ import typer
 from pyps.cli.terminal import say
 from pyps.errors import InputError, how_to_install
 from pyps.remote.address import endpoint_parts, is_loopback
+from pyps.worker.notice import Signals
 
 if TYPE_CHECKING:
     from pyps.remote.server import Server
@@ -114,9 +115,11 @@ def _let_workers_leave(server: Server, seconds: float) -> None:
 
 def _end_on_signals() -> None:
     """Exit with 128 + the signal on Ctrl-C, SIGTERM and SIGHUP."""
+    signals = Signals()
 
     def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+        if signals.note(number):
+            sys.exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)

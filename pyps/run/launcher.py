@@ -44,7 +44,7 @@ from pyps.run.store import RunStore
 from pyps.store.activity import StoreActivity, look
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
-from pyps.worker.notice import LEFT
+from pyps.worker.notice import LEFT, Signals
 
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host
@@ -116,7 +116,7 @@ class Launcher:
         self._restart_at: dict[int, tuple[float, str]] = {}  # by rank: when, and what to say then
         self._restarts = Restarts(spec.options.max_restarts, len(spec.ranks))
         self._store = RunStore(spec, lambda state: self._detect_joins(state, *self._processes.values()))
-        self._signal = self._signals = 0
+        self._signals = Signals()
         self._left: set[int] = set()  # ranks that left on a notice of their own
         self._previous_handlers: dict[int, object] = {}
         self._checkpoints = Checkpointer(spec, self._note_checkpoint, self._note_failed_checkpoint)
@@ -172,12 +172,13 @@ class Launcher:
             process.signal(signal.SIGTERM)
             process.signal(signal.SIGCONT)
         deadline = time.monotonic() + self.spec.options.grace
-        while self._processes and time.monotonic() < deadline and self._signals < 2:
+        while self._processes and time.monotonic() < deadline and self._signals.count < 2:
             self._wait_for_output()
             self._poll_store()
             self._reap_children()
+        grace = f"in {self.spec.options.grace:g} s (--grace)"
+        late = f"has not finished its step {grace if self._signals.count < 2 else 'before the second signal'}"
         for process in self._processes.values():
-            late = f"has not finished its step in {self.spec.options.grace:g} s (--grace)"
             self._notice(f"{self._place(process)} {late}: that step is trained again")
 
     def _train(self) -> None:
@@ -193,8 +194,8 @@ class Launcher:
             for rank in [r for r, (when, _) in self._restart_at.items() if when <= time.monotonic()]:
                 self._notice(self._restart_at.pop(rank)[1])
                 self._start(rank, "restarted")
-            if self._signal:
-                raise RunInterrupted(self._signal)
+            if self._signals.first:
+                raise RunInterrupted(self._signals.first)
         if self._left and not self._has_finished:
             raise RunInterrupted(signal.SIGTERM)
         # Workers may have joined and ended between two looks.
@@ -271,14 +272,14 @@ class Launcher:
             with self._store.may_be_lost():
                 if self._store.store is not None:
                     self._store.store.reap()
-            if self._signal:
+            if self._signals.count:
                 continue
             self._restart_or_fail(process, joined)
 
     def _note_left(self, process: RankProcess) -> None:
         """A worker left on a notice. On a cluster that places it, it asks for another place."""
         self.log.write("left", rank=process.rank, pid=process.pid or None, detail="on SIGTERM")
-        if self._signal:
+        if self._signals.count:
             return
         if process.is_here:
             self._left.add(process.rank)
@@ -357,7 +358,7 @@ class Launcher:
                     store.reap()
                 self._update_totals(state)
                 self._note_undone()
-                if not self._signal:  # ranks that leave with the whole run keep their samples
+                if not self._signals.count:  # ranks that leave with the whole run keep their samples
                     self._rebalance(store, state)
                 self._checkpoints.update(state.status)
         if self._on_tick is not None:
@@ -413,7 +414,7 @@ class Launcher:
         Meanwhile what workers print is read, and a second signal ends it at once.
         """
         deadline, begun = time.monotonic() + seconds, self._store.store is None
-        while time.monotonic() < deadline and self._signals < 2:
+        while time.monotonic() < deadline and self._signals.count < 2:
             if not self._checkpoints.wait(TICK_SECONDS):
                 self._wait_for_output()
             elif begun:
@@ -451,8 +452,7 @@ class Launcher:
             self._on_notice(text)
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._signal = self._signal or number
-        self._signals += 1
+        self._signals.note(number)
 
 
 def _catch_signals(handler: Callable[[int, object], None]) -> dict[int, object]:

@@ -14,7 +14,26 @@ from contextlib import contextmanager
 from types import FrameType
 
 LEFT = 128 + signal.SIGTERM  # the exit code of a worker that has left on notice, as a shell says it
-AGAIN_SECONDS = 1.0  # a scheduler and a launcher may both send the notice; a later one is impatience
+AGAIN_SECONDS = 1.0  # a scheduler, srun and a launcher may each send the notice; a later one is impatience
+
+
+class Signals:
+    """The signals that asked a process to end. `first`: the number of the first one, 0 before it came.
+    `count`: how many came; SIGTERMs within a second of the first one are the same notice.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.count = 0
+        self._asked_at = 0.0
+
+    def note(self, number: int) -> bool:
+        """Count a signal; whether it is not one more copy of the first."""
+        now = time.monotonic()
+        if self.count and number == signal.SIGTERM == self.first and now - self._asked_at <= AGAIN_SECONDS:
+            return False
+        self.first, self._asked_at = self.first or number, self._asked_at or now
+        self.count += 1
+        return True
 
 
 class Notice:
@@ -26,13 +45,13 @@ class Notice:
 
     def __init__(self) -> None:
         self.busy = False
-        self._asked_at: float | None = None
+        self._signals = Signals()
         self._listens = False
 
     @property
     def came(self) -> bool:
         """Whether the process was asked to leave."""
-        return self._asked_at is not None
+        return self._signals.count > 0
 
     def listen(self) -> None:
         """Take SIGTERM, unless the script has a handler of its own, or this is not the main thread."""
@@ -62,10 +81,8 @@ class Notice:
             self.busy = before
 
     def _on_signal(self, _: int, __: FrameType | None) -> None:
-        now = time.monotonic()
-        again = self._asked_at is not None and now - self._asked_at > AGAIN_SECONDS
-        self._asked_at = self._asked_at or now
-        if again or not self.busy:
+        self._signals.note(signal.SIGTERM)
+        if self._signals.count > 1 or not self.busy:
             raise SystemExit(LEFT)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from run_scripts import until
 
 from pyps.report.report import read_report
 
@@ -66,17 +70,48 @@ def put_files(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_job_of_the_store(tmp_path: Path, shm: Path, environment: dict[str, str]) -> None:
+@pytest.mark.timeout(300)
+def test_a_job_that_is_taken_away_goes_on_when_it_is_queued_again(
+    tmp_path: Path, shm: Path, environment: dict[str, str]
+) -> None:
     put_files(tmp_path)
-    job = subprocess.run(
-        ["bash", "store.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    environment |= {"SAMPLES": "1600", "RUN_OPTIONS": "--policy asp", "PYTHONUNBUFFERED": "1"}
+    script = (tmp_path / "train.py").read_text()
+    slow = script.replace("worker.step", "time.sleep(0.05)\n            worker.step")
+    (tmp_path / "train.py").write_text(slow.replace("import os\n", "import os\nimport time\n"))
+    job = subprocess.Popen(
+        ["bash", "store.sbatch"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
-    assert job.returncode == 0, job.stdout + job.stderr
-    folder = tmp_path / "pyps-7"
-    assert (folder / "report.html").exists()
-    reports = [read_report(folder / f"rank-{rank}" / "report.json") for rank in range(2)]
-    assert {report.outcome for report in reports} == {"finished"}
-    assert sum(report.samples.trained for report in reports) == 320
+    until(lambda: len([p for p in tmp_path.glob("pyps-7/rank-*/worker-*.jsonl") if p.stat().st_size]) == 2)
+    for process in psutil.Process(job.pid).children(recursive=True):
+        # Slurm signals all but the shell of this script; srun passes its signal on: some get it twice.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 143, said.decode()
+    assert (tmp_path / "requeued").read_text() == "7\n"
+    first = [read_report(tmp_path / "pyps-7" / f"rank-{rank}" / "report.json") for rank in range(2)]
+    trained = sum(report.samples.trained for report in first)
+    assert 0 < trained < 1600
+    again = subprocess.run(
+        ["bash", "store.sbatch"],
+        cwd=tmp_path,
+        env={**environment, "SLURM_RESTART_COUNT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    second = [read_report(tmp_path / "pyps-7.1" / f"rank-{rank}" / "report.json") for rank in range(2)]
+    assert {report.outcome for report in second} == {"finished"}
+    assert sum(report.samples.trained for report in second) == 1600 - trained, (
+        "all was kept"
+    )
+    assert (tmp_path / "pyps-7.1" / "report.html").exists()
 
 
 def test_the_job_of_ddp_is_shell() -> None:

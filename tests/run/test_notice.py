@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from run_scripts import PYPS, options_for, pyps_run, until
 from run_tools import make_plan
@@ -21,7 +23,7 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.remote.server import Server
 from pyps.report.report import read_report
 from pyps.store.store import Store
-from pyps.worker.notice import LEFT, Notice
+from pyps.worker.notice import LEFT, Notice, Signals
 
 BATCHES = (5, 3, 4)
 B = sum(BATCHES)
@@ -167,6 +169,56 @@ def test_a_host_that_is_taken_away_leaves_at_once(shm: Path, plan: Path, tmp_pat
     trained = {name: pushed(tmp_path / name) for name in hosts}
     assert sum(r.samples for one in trained.values() for r in one) == samples
     assert sum(computed(tmp_path / name) for name in hosts) == samples
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_a_scheduler_that_signals_everything_twice_loses_nothing(
+    shm: Path, plan: Path, tmp_path: Path
+) -> None:
+    """The server too, which ends last: Slurm signals each process, and its srun passes its own signal on."""
+    with Server("free", "tcp://127.0.0.1:*", insecure=True) as free:
+        address = free.address.removesuffix("/free")
+    keys = tmp_path / "keys"
+    serve = subprocess.Popen([PYPS, "serve", "model", "--bind", address, "--keys", keys])
+    until(lambda: (keys / "client.key").exists())
+    store = f"{address}/model?keys={keys}/client.key"
+    given = ["--connect", store, "--plan", plan, "--samples", 60 * B, "--policy", "asp"]
+    hosts = [
+        start(*given, "--ranks", ranks, "--run-dir", tmp_path / name, tmp_path / "train.py", 0.05)
+        for name, ranks in (("a", "0,1"), ("b", "2"))
+    ]
+    until(lambda: all_train(tmp_path / "a", ranks=2) and all_train(tmp_path / "b", ranks=1))
+    those = [psutil.Process(host.pid) for host in (serve, *hosts)]
+    those += [child for host in those for child in host.children(recursive=True)]
+    for _ in range(2):
+        for process in those:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    said = [host.communicate(timeout=60)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [LEFT, LEFT], said
+    assert serve.wait(60) == LEFT
+    (last,) = checkpoints(tmp_path / "a" / "checkpoints")
+    records = [record for name in "ab" for record in pushed(tmp_path / name)]
+    assert int(last.name) == max(record.version for record in records)
+    assert sum(record.samples for record in records) == sum(computed(tmp_path / name) for name in "ab")
+
+
+def test_copies_of_a_notice_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    asked = Signals()
+    assert asked.note(signal.SIGTERM)
+    now[0] += 0.9
+    assert not asked.note(signal.SIGTERM)
+    assert (asked.first, asked.count) == (signal.SIGTERM, 1)
+    now[0] += 0.2
+    assert asked.note(signal.SIGTERM), "a second one of a person"
+    by_hand = Signals()
+    assert by_hand.note(signal.SIGINT)
+    assert by_hand.note(signal.SIGINT)
+    assert (by_hand.first, by_hand.count) == (signal.SIGINT, 2)
 
 
 ASKED = """
