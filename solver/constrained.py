@@ -45,6 +45,11 @@ class Limit:
     key: str
     need: Floats
     at_most: float
+    table: str = "limits"  # of the cluster file, where the key is
+
+    @property
+    def field(self) -> str:
+        return f"{self.table}.{self.key}"
 
 
 @dataclass(frozen=True)

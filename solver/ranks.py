@@ -36,7 +36,7 @@ from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.motion import Trip
 from pyps.solver.sync import Sync
-from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of
+from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of, with_energy
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
@@ -127,6 +127,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         if group.ranks_each > 1 and synchronised and group.inside_bandwidth is not None:
             size = float(BYTES_PER_PARAMETER * _parameters(rank))
             rank = replace(rank, inside_seconds=inside_seconds(cluster, group, size))
+        rank = replace(rank, group=with_energy(rank.group, cluster.job.price_per_kwh))
         ranks += [replace(rank, name=name) for name in group.unit_names()]
     return ranks
 
@@ -308,6 +309,7 @@ def constrained_problem_of(
         for key in ("price_per_hour", "watts")
         if (at_most := getattr(cluster.limits, key)) is not None and (need := needs(ranks, key)) is not None
     ]
+    limits += _device_limits(cluster, ranks)
     labels = dict.fromkeys(rank.group.together for rank in ranks if rank.group.together is not None)
     together = [np.flatnonzero([rank.group.together == label for rank in ranks]) for label in labels]
     problem = problem_of(cluster, ranks, factors)
@@ -321,6 +323,17 @@ def constrained_problem_of(
         ranks_each=np.array([rank.group.ranks_each for rank in ranks], np.int64),
     )
     return _with_transfers(constrained, cluster, ranks, modes)
+
+
+def _device_limits(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[Limit]:
+    """For devices that groups share: the workers in use have no more of them."""
+    found = []
+    for shared in cluster.shared:
+        if shared.devices is not None:
+            each = [rank.group.devices if shared.name in rank.group.shares else 0 for rank in ranks]
+            table = f"shared.{shared.name}"
+            found.append(Limit("devices", np.array(each, float), shared.devices, table))
+    return found
 
 
 def needs(ranks: Sequence[PlannedRank], key: str) -> Floats | None:
@@ -400,6 +413,8 @@ def _resources(
     """
     found = []
     for shared in cluster.shared:
+        if shared.bandwidth is None and shared.samples_per_second is None:
+            continue
         sharing: Bools = np.array([shared.name in names for names in shares])
         ways = np.zeros((2, len(ranks)))
         if shared.bandwidth is not None:

@@ -92,6 +92,14 @@ def _priced(group: WorkerGroup) -> WorkerGroup:
     return msgspec.structs.replace(group, price_per_hour=price, watts=watts)
 
 
+def with_energy(group: WorkerGroup, price_per_kwh: float | None) -> WorkerGroup:
+    """The group with the price of its energy in its price an hour."""
+    if price_per_kwh is None or group.watts is None:
+        return group
+    energy = group.watts / 1000 * price_per_kwh
+    return msgspec.structs.replace(group, price_per_hour=(group.price_per_hour or 0.0) + energy)
+
+
 def of_node(group: WorkerGroup, profile: Profile, at_once: int) -> tuple[WorkerGroup, Profile]:
     """A node's group and profile. group, profile: of one of its ranks. at_once: its most samples at once."""
     n = group.ranks_each

@@ -60,7 +60,8 @@ def _summary(plan: Plan) -> list[str]:
             million = f", {cost.price_per_million_samples:.4g} a million {plan.unit}"
             lines.append(f"price      {cost.price_per_hour:g} an hour{million}")
         if cost.watts is not None:
-            lines.append(f"power      {cost.watts:g} W")
+            kwh = cost.watts * plan.iteration_seconds / plan.global_batch / 3.6
+            lines.append(f"power      {cost.watts:g} W, {kwh:.4g} kWh a million {plan.unit}")
     if noise := plan.noise:
         for name, made in (("nominal", noise.nominal), ("robust", noise.robust)):
             lines.append(

@@ -106,7 +106,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unit: what all batches of this file count. In tokens, a profile's batches are multiplied by its
     model.tokens_per_sample. target: how many samples to train; the plan says how long they take, and their
     price. deadline_hours: use the cheapest workers that train the target by then; budget: those that train it
-    soonest at that price.
+    soonest at that price. price_per_kwh: of energy, which is then part of all prices.
     """
 
     global_batch: Batch
@@ -115,6 +115,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: Seconds | None = None
     deadline_hours: Above | None = None
     budget: Above | None = None
+    price_per_kwh: Above | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -213,16 +214,18 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A link or a host that several workers share.
+    """A link, a host or devices that several workers share.
 
     A link of `bandwidth` bytes a second each way carries one push and one pull at a time; each arrives
-    `latency` seconds later. A host prepares samples_per_second for all its workers together.
+    `latency` seconds later. A host prepares samples_per_second for all its workers together. Workers in use
+    have at most as many `devices` together: groups that share these are choices of how to use them.
     """
 
     name: Name
     bandwidth: Rate | None = None
     latency: Elapsed = 0.0
     samples_per_second: Rate | None = None
+    devices: Batch | None = None
 
 
 class Spot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,8 +291,8 @@ def check_cluster(where: str, cluster: Cluster) -> None:
         if resource.name in {other.name for other in cluster.shared[:k]}:
             found = f"{resource.name!r} a second time"
             raise InputError(where, f"shared[{k}].name", found, "a unique name")
-        if resource.bandwidth is None and resource.samples_per_second is None:
-            raise InputError(where, f"shared[{k}]", "no limit", "bandwidth or samples_per_second")
+        if (resource.bandwidth, resource.samples_per_second, resource.devices) == (None, None, None):
+            raise InputError(where, f"shared[{k}]", "no limit", "bandwidth, samples_per_second or devices")
     workers = sum(group.count * group.ranks_each for group in cluster.worker)
     if workers > MOST_WORKERS:
         k = max(range(len(groups)), key=lambda k: groups[k].count * groups[k].ranks_each)
@@ -383,19 +386,23 @@ def _check_limits(where: str, cluster: Cluster) -> None:
             continue
         if job.target is None:
             raise InputError(where, "job.target", "nothing", f"the samples to train, as job.{name} is set")
-        for k, group in enumerate(cluster.worker):
-            if group.price_per_hour is None:
-                expected = f"a number, as job.{name} is set"
-                raise InputError(where, f"worker[{k}].price_per_hour", "nothing", expected)
+        if job.price_per_kwh is None:
+            _check_stated(where, cluster, "price_per_hour", f"job.{name}")
+    if job.price_per_kwh is not None:
+        _check_stated(where, cluster, "watts", "job.price_per_kwh")
     needs = {"price_per_million_samples": "price_per_hour"}
     for limit in cluster.limits.__struct_fields__:
         key = needs.get(limit, limit)
-        if getattr(cluster.limits, limit) is None:
-            continue
-        for k, group in enumerate(cluster.worker):
-            if getattr(group, key) is None:
-                expected = f"a number, as limits.{limit} is set"
-                raise InputError(where, f"worker[{k}].{key}", "nothing", expected)
+        priced = key == "price_per_hour" and job.price_per_kwh is not None
+        if getattr(cluster.limits, limit) is not None and not priced:
+            _check_stated(where, cluster, key, f"limits.{limit}")
+
+
+def _check_stated(where: str, cluster: Cluster, key: str, why: str) -> None:
+    """Raises InputError where a group lacks a key. why: what needs it."""
+    for k, group in enumerate(cluster.worker):
+        if getattr(group, key) is None:
+            raise InputError(where, f"worker[{k}].{key}", "nothing", f"a number, as {why} is set")
 
 
 def _check_simulation(where: str, cluster: Cluster) -> None:

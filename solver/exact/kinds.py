@@ -409,6 +409,6 @@ def _knapsack(
             more = min(more, left / need[k])
         more = min(more, (enough - total) / worth[k])
         levels[k] += more
-        left -= more * need[k]
+        left = max(0.0, left - more * need[k])  # below 0 by rounding, a level would be below its box
         total += more * worth[k]
     return total, levels

@@ -174,9 +174,9 @@ def _refusal(constrained: ConstrainedProblem) -> Infeasible:
         milp, _ = constrained_milp(constrained, without=limit)
         if milp.minimise(total_need(milp, limit)):
             least = float(limit.need[milp.batches() > 0].sum())
-            changes.append(f"raise limits.{limit.key} from {limit.at_most:g} to {least:.6g}")
+            changes.append(f"raise {limit.field} from {limit.at_most:g} to {least:.6g}")
     changes += [f"set global_batch to {batch}" for batch in _nearest_batches(constrained)]
-    what = [f"limits.{limit.key}" for limit in constrained.limits] + ["together"] * bool(constrained.together)
+    what = [limit.field for limit in constrained.limits] + ["together"] * bool(constrained.together)
     return Infeasible(
         f"global_batch {problem.global_batch}: no workers within {' and '.join(what)} can do it",
         " or ".join(changes) or "no change of one limit helps",

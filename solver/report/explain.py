@@ -124,7 +124,7 @@ def _verdict(
         sentences.append(f"{_names(unfit)} cannot take part: no batch fits.")
     for limit in constrained.limits:
         used = float(limit.need[[worker.batch > 0 for worker in plan.workers]].sum())
-        sentences.append(f"Of {limit.key} {limit.at_most:g}, {used:g} is used.")
+        sentences.append(f"Of {limit.field.removeprefix('limits.')} {limit.at_most:g}, {used:g} is used.")
     if priced.per_sample > 0:
         sentences.append(f"One more {one} in the global batch costs {_ms(priced.per_sample)}.")
     sentences.append(_bound_sentence(plan))
