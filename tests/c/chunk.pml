@@ -3,7 +3,8 @@
  * Two workers push, two observers pull, and one of them may be killed between any two of its steps; a worker
  * that lives reclaims what the dead one held. With -DDEATHS there is one observer, and as many processes may be
  * killed, and are not reclaimed: of the workers, the second one joins late, brings its spares, helps with the
- * tickets that it finds, and both times it looks for a buffer there must be one. A step is one access to shared memory; names are those of csrc.
+ * tickets that it finds, and both times it looks for a buffer there must be one. With -DCREW there is no observer, and
+ * the first worker has a thread that takes chunks of its calls and dies with it, in one step. A step is one access to shared memory; names are those of csrc.
  * Simpler than there:
  *
  *   - A copy or an update of a whole buffer is no step: it lasts from the step before it to the one after it,
@@ -43,6 +44,9 @@
 #define NO_RELEASE    7 /* the dead one's buffer is forgotten */
 #define STOPPED       8 /* the dead one is merely slow */
 #define HELP_FIRST    9 /* a joiner helps before it has brought its spares */
+#define NO_WAIT      10 /* a call returns while its thread is at work on a chunk */
+#define ONE_SLOT     11 /* a thread has no slot of its own */
+#define NO_HAND      12 /* the dead one's thread is forgotten */
 #ifndef MUTANT
 #define MUTANT NO_FAULT
 #endif
@@ -50,14 +54,28 @@
 #define DEATHS 0 /* not reclaimed, of a worker that joins late and of the observer */
 #endif
 
+#ifndef CREW
+#define CREW 0 /* 1: worker 0 has a thread */
+#endif
+
 #define WORKERS 2 /* in slots 0 and 1 */
+#define HAND    2 /* the thread's slot */
+#if CREW
+#define HOLDERS 3
+#else
+#define HOLDERS WORKERS
+#endif
 #if DEATHS
 #define SLOTS   3
 #undef SPARES
 #define SPARES  4 /* two of each worker; the observer, which holds none, needs none of its own */
 #define JOINERS_SPARE(b) ((b) == CHUNKS || (b) == CHUNKS + 1)
 #else
+#if CREW
+#define SLOTS   3
+#else
 #define SLOTS   4
+#endif
 #define JOINERS_SPARE(b) false
 #endif
 #define BUFFERS (CHUNKS + SPARES)
@@ -84,7 +102,17 @@ byte dead = NONE; /* the slot of the process that is gone */
 bool locked;      /* that slot's byte; it stays so, for a slot is reclaimed once */
 
 /* Not shared: only assertions look at another's. */
-byte private_buffer[WORKERS];
+byte private_buffer[HOLDERS];
+
+#if CREW /* crew.c */
+byte taken;        /* chunks of the present call */
+byte goal;         /* its version */
+bool working;      /* the thread has not done with it */
+bool hand_locked;  /* by a worker that reclaims the dead thread's slot */
+#define is_free_of(b) (private_buffer[(me + 1) % HOLDERS] != (b) && private_buffer[(me + 2) % HOLDERS] != (b))
+#else
+#define is_free_of(b) (private_buffer[1 - me] != (b))
+#endif
 
 chan kill = [0] of { byte }; /* a process that receives it is dead, and its memory gone, in one step */
 
@@ -136,7 +164,7 @@ inline try_claim(chunk) {
        :: atomic { slot == SLOTS && !unchanged() -> buffer = 0; owner = 0; slot = 0; break }
        :: atomic {
               slot == SLOTS && unchanged() ->
-              assert(private_buffer[1 - me] != buffer);
+              assert(is_free_of(buffer));
               private_buffer[me] = buffer;
               hold(owner_generation(owner) + 1, chunk);
               buffer = 0; owner = 0; slot = 0;
@@ -175,9 +203,12 @@ inline buffer_claim(chunk) {
            :: unheld(1)
            :: unheld(2)
            :: unheld(3)
-#if DEATHS
+#if DEATHS || CREW
            :: unheld(4)
            :: unheld(5)
+#endif
+#if CREW
+           :: unheld(6)
 #endif
            fi;
            owner = owners[buffer]
@@ -232,7 +263,18 @@ inline apply_pinned(chunk) {
     fi
 }
 
-/* chunks_follow in apply.c, with chunk_advance and apply */
+/* apply in apply.c */
+inline apply(chunk) {
+    chunk_pin(chunk);
+    if
+    :: word_version(word) < version && !passes(word_version(word) + 1) -> apply_pinned(chunk)
+    :: word_version(word) < version && passes(word_version(word) + 1) -> pass(chunk)
+    :: else
+    fi;
+    chunk_unpin()
+}
+
+/* chunks_follow in apply.c, with chunk_advance */
 inline chunks_follow() {
     do
     :: atomic {
@@ -243,21 +285,77 @@ inline chunks_follow() {
            :: else
            fi
        }
-    :: word_version(words[chunk]) < version ->
-       chunk_pin(chunk);
-       if
-       :: word_version(word) < version && !passes(word_version(word) + 1) -> apply_pinned(chunk)
-       :: word_version(word) < version && passes(word_version(word) + 1) -> pass(chunk)
-       :: else
-       fi;
-       chunk_unpin()
+    :: word_version(words[chunk]) < version -> apply(chunk)
     od
+}
+
+#if CREW
+/* follow_taken in apply.c */
+inline follow_taken() {
+    do
+    :: atomic { taken < CHUNKS -> chunk = taken; taken++ }
+       do
+       :: atomic { word_version(words[chunk]) >= version -> chunk = 0; break }
+       :: word_version(words[chunk]) < version -> apply(chunk)
+       od
+    :: taken >= CHUNKS -> break
+    od
+}
+
+/* crew_work in crew.c, of chunks_follow */
+inline crew_follow() {
+    d_step { taken = 0; goal = version; working = true } /* the bell comes last */
+    follow_taken();
+    atomic {
+        !working || MUTANT == NO_WAIT ->
+        assert(word_version(words[0]) >= version && word_version(words[CHUNKS - 1]) >= version);
+        version = 0
+    }
+}
+
+/* serve in crew.c */
+proctype hand(byte me) {
+    byte version, chunk, word, buffer, slot;
+    short owner;
+    {
+end:    do
+        :: atomic { working -> version = goal }
+           follow_taken();
+           atomic { working = false; version = 0 }
+        od
+    } unless { atomic { dead == 0 -> version = 0; chunk = 0; word = 0; buffer = 0; slot = 0; owner = 0 } }
+}
+
+/* slots_release_dead in slots.c, of the thread's: it may come before its worker's is reclaimed, or after that */
+inline release_hand() {
+    chunk_hazard[HAND] = 0;
+    d_step {
+        for (slot : 0 .. BUFFERS - 1) {
+            if
+            :: MUTANT != NO_HAND -> release(slot, holder_of(HAND))
+            :: else
+            fi
+        }
+        slot = 0
+    }
+}
+#endif
+
+inline follow() {
+#if CREW
+    if
+    :: me == 0 -> crew_follow()
+    :: else -> chunks_follow()
+    fi
+#else
+    chunks_follow()
+#endif
 }
 
 /* reclaim in reap.c. At most one buffer is the dead one's: to let go of it is one step. */
 inline reclaim() {
     version = (MUTANT == NO_COMPLETION -> 0 : admitted);
-    chunks_follow();
+    follow();
     chunk_hazard[dead] = 0;
     d_step {
         for (slot : 0 .. BUFFERS - 1) {
@@ -314,15 +412,25 @@ proctype worker(byte me) {
 #endif
 end:    do
         :: d_step { admitted < PUSHES -> admitted++; version = admitted }
-           chunks_follow()
+           follow()
         :: d_step { dead != NONE && !locked && !DEATHS -> locked = true }
            reclaim()
+#if CREW
+        :: d_step { dead == 0 && !hand_locked -> hand_locked = true }
+           release_hand()
+#endif
         od
     } unless {
         atomic {
             kill?eval(me) -> dead = me;
             version = 0; chunk = 0; word = 0; buffer = 0; slot = 0; owner = 0;
-            private_buffer[me] = NONE
+            private_buffer[me] = NONE;
+#if CREW
+            if
+            :: me == 0 -> private_buffer[HAND] = NONE
+            :: else
+            fi
+#endif
         }
     }
 }
@@ -358,7 +466,7 @@ inline check_end() {
         }
         for (i : 0 .. BUFFERS - 1) {
             assert(owner_holder(owners[i]) == HOLDER_NOBODY ||
-                   private_buffer[(owner_holder(owners[i]) - 1) % WORKERS] == i)
+                   private_buffer[(owner_holder(owners[i]) - 1) % HOLDERS] == i)
         }
     }
 #endif
@@ -375,14 +483,21 @@ init {
             fi
         }
         private_buffer[0] = NONE;
-        private_buffer[1] = NONE
+        private_buffer[1] = NONE;
+#if CREW
+        private_buffer[HAND] = NONE
+#endif
     }
     atomic {
         run worker(0);
         run worker(1);
+#if CREW
+        run hand((MUTANT == ONE_SLOT -> 0 : HAND))
+#else
         run observer(2);
 #if !DEATHS
         run observer(3)
+#endif
 #endif
     }
 #if DEATHS
@@ -397,9 +512,13 @@ init {
     fi;
 #endif
 #else
-    if /* one of each kind is enough: the two are alike */
+    if /* one of each kind is enough: the two are alike, but for the thread of one */
     :: kill!0
+#if CREW
+    :: kill!1
+#else
     :: kill!2
+#endif
     :: MUTANT == STOPPED -> dead = 2
     :: true
     fi;

@@ -38,6 +38,9 @@ SIZES = {  # as Spin 6.5.2 counts states: another number is another protocol
     "a buffer goes from chunk to chunk": ("chunk.pml", {"CHUNKS": 2, "PUSHES": 1}, 1_634_665),
     "no process waits for the dead": ("chunk.pml", {"PUSHES": 1, "SPARES": 3}, 180_391),
     "a push passes a chunk": ("chunk.pml", {"PUSHES": 2, "PASSES": 1}, 886_169),  # PUSHES 3: 5,679,525
+    # CHUNKS 2 and PUSHES 2: more than 9,772,869
+    "a thread takes chunks": ("chunk.pml", {"CHUNKS": 2, "PUSHES": 1, "SPARES": 4, "CREW": 1}, 493_467),
+    "a thread helps again": ("chunk.pml", {"PUSHES": 2, "SPARES": 5, "CREW": 1}, 1_484_293),
     "one norm for every chunk of a round": ("clip.pml", {}, 484_178),
     "what is in a round or a ticket keeps its pages": ("leave.pml", {}, 1_087_945),
     "a late joiner dies": ("chunk.pml", {"PUSHES": 2, "DEATHS": 1}, 1_898_780),  # DEATHS 2: 3,419,580
@@ -67,6 +70,11 @@ MUTANTS = {
     "STOPPED": TORN,
     "HELP_FIRST": "found",  # there is no buffer left
 }
+CREW_MUTANTS = {
+    "NO_WAIT": "version",  # a call returns before its thread has done
+    "ONE_SLOT": "invalid array index",  # a buffer that is written is given away
+    "NO_HAND": "owners[",  # a buffer is lost
+}
 OVERWRITTEN = "gradient=="  # a gradient that is read is of another round, or gone
 NORM_MUTANTS = {
     "NO_RECHECK": OVERWRITTEN,
@@ -86,6 +94,12 @@ def test_a_fault_in_the_protocol_is_found(tmp_path: Path, mutant: str) -> None:
     chunks, deaths = (2 if mutant == "NO_CHUNK" else 1), (2 if mutant == "HELP_FIRST" else 0)
     found = search(tmp_path, "chunk.pml", CHUNKS=chunks, MUTANT=mutant, DEATHS=deaths)
     assert_found(MUTANTS[mutant], *found)
+
+
+@pytest.mark.parametrize("mutant", sampled(CREW_MUTANTS))
+def test_a_fault_in_sharing_a_call_with_a_thread_is_found(tmp_path: Path, mutant: str) -> None:
+    found = search(tmp_path, "chunk.pml", CHUNKS=2, PUSHES=1, SPARES=4, CREW=1, MUTANT=mutant)
+    assert_found(CREW_MUTANTS[mutant], *found)
 
 
 @pytest.mark.parametrize("mutant", sampled(NORM_MUTANTS, 1))
