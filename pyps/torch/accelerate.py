@@ -32,6 +32,7 @@ from pyps.torch.ddp_hook import Wire
 from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import PlanLike
+from pyps.torch.weighted import is_weighted
 
 SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -172,7 +173,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(self, *arguments: Any, **options: Any) -> Any:
         model = super().prepare_model(*arguments, **options)
         ddp = getattr(model, "_orig_mod", model)
-        if isinstance(ddp, DistributedDataParallel) and not getattr(ddp, "_comm_hooks", None):
+        if isinstance(ddp, DistributedDataParallel) and not is_weighted(ddp):
             hook = weighted_hook(ddp, **self._hooked, scaler=self.scaler)
             self.run.weight(hook, managed=False)
         return model

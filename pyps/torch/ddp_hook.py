@@ -189,17 +189,20 @@ class DDPHook(WeightedHook):
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def _pass_over(self, weighed: Pass) -> None:
-        """A backward pass is over. Raises InputError if its gradients are this rank's own, unreduced."""
+    def _pass_over(self, weighed: Pass) -> torch.Tensor | None:
+        """A backward pass is over: W. Raises InputError if its gradients are this rank's own, unreduced."""
         if self._is_reduced:
             self._is_reduced = False
             self.waiting.over()
-        elif weighed.kept or not self._ddp.require_backward_grad_sync:
+            if self.device.type == "cpu":  # a GPU would have to be waited for
+                self.lockstep.compare()
+            return self._total
+        if weighed.kept or not self._ddp.require_backward_grad_sync:
             self.passes.keep(weighed)
-        else:
-            found = "gradients that DistributedDataParallel did not reduce"
-            expected = "one backward() for each forward() of the model, to all of its parameters"
-            raise InputError("weighted_hook", "backward()", found, expected)
+            return None
+        found = "gradients that DistributedDataParallel did not reduce"
+        expected = "one backward() for each forward() of the model, to all of its parameters"
+        raise InputError("weighted_hook", "backward()", found, expected)
 
     def _own_weight(self) -> tuple[Any, Any]:
         """The weight in W, and that of the gradients; no samples on a rank that has left DDP's join()."""
@@ -212,14 +215,14 @@ class DDPHook(WeightedHook):
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
         own, unit = self._own_weight()
         self._round_weights = own, unit if self.reduction == "mean" else 1.0
-        message, before = self.lockstep.message(as_float64(own, device)), self._total
+        message, before = self.lockstep.message(as_float64(own, device), self.passes.added), self._total
         work = dist.all_reduce(message, group=self.group, async_op=True)
         total = message[0]
         if before is None or wait:
             work.wait()
             self._total_future = None
             if before is None:
-                self._check_first(float(total))
+                self._check_first(own, float(total))
             self._assumed = not_zero(total)
         else:
             self._total_future = work.get_future()

@@ -200,7 +200,7 @@ class FSDPHook(WeightedHook):
             self._total = self._send(weight)
             self._arrived()
             if first:
-                self._check_first(float(self._total))
+                self._check_first(weight, float(self._total))
             known = not_zero(self._total)
         else:
             if here.is_empty:
@@ -243,14 +243,15 @@ class FSDPHook(WeightedHook):
         else:
             self.waiting.ready()
 
-    def _pass_over(self, weighed: Pass) -> None:
-        """So are these."""
+    def _pass_over(self, weighed: Pass) -> torch.Tensor | None:
+        """So are these: W, of what is reduced in one pass."""
         self.waiting.over()
         is_reduced, self._factor = self._factor is not None, None
         if not is_reduced:
             self.passes.keep(weighed)
         elif self._round is not None and self._round.last and not self._round.whole:
             self._correct()
+        return self._total if is_reduced and self._round is None else None
 
     def _correct(self) -> None:
         """Gradients that were divided by A are to be divided by W."""

@@ -17,7 +17,9 @@ from pyps.errors import InputError
 from pyps.torch.rounds import Rounds
 
 UNKNOWN = -1.0  # a number that a rank does not have
-COLUMNS = 4  # calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch; a request
+# Calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch; a request; gradients
+# that a script adds up itself.
+COLUMNS = 5
 ASKS = 3  # the request's
 
 
@@ -32,35 +34,42 @@ class Lockstep:
         self.asks = False
         self._rank, self._ranks = rank, ranks
         self._data_set: list[float] = []
-        self._tables: dict[tuple[float, bool], torch.Tensor] = {}  # a GPU has those of most rounds already
+        self._tables: dict[
+            tuple[float, bool, int], torch.Tensor
+        ] = {}  # a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
+        self._is_compared = False  # whether that was
         self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
         self._copied: Any = None  # the event after which it is there
         self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
 
-    def message(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight and this rank's row, float64 [1 + COLUMNS * ranks], for the sum over all ranks."""
+    def message(self, weight: torch.Tensor, added: int = 1) -> torch.Tensor:
+        """The weight and this rank's row, float64 [1 + COLUMNS * ranks], for the sum over all ranks.
+
+        added: gradients of the round that were added up as they are.
+        """
         if not self._data_set:
             found = (getattr(self.sampler, "length", None), getattr(self.sampler, "rounds", None))
             self._data_set = [UNKNOWN if x is None else float(x) for x in found]
         calls = UNKNOWN if self.calls is None else float(self.calls)
         if self.calls is not None:
             self.calls = 0
-        key, self.asks = (calls, self.asks), False
+        key, self.asks = (calls, self.asks, added), False
         if key not in self._tables:
             before = COLUMNS * self._rank
-            row = [0.0] * before + [calls, *self._data_set, float(key[1])]
+            row = [0.0] * before + [calls, *self._data_set, float(key[1]), float(added)]
             row += [0.0] * (COLUMNS * self._ranks - len(row))
             self._tables[key] = torch.tensor(row, dtype=torch.float64).to(weight.device)
         message = torch.cat([weight.view(1), self._tables[key]])
-        self._summed = message[1:]
+        self._summed, self._is_compared = message[1:], False
         return message
 
     def compare(self) -> None:
         """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later."""
-        table, self._summed = self._summed, None
-        if table is None:
+        table = self._summed
+        if table is None or self._is_compared:
             return
+        self._is_compared = True
         if table.device.type == "cuda" and (table := self._from_gpu(table)) is None:
             return
         rows = table.view(-1, COLUMNS).tolist()
@@ -69,6 +78,8 @@ class Lockstep:
         calls = [row[0] for row in rows]
         expected = "one call after each gradient, on every rank"
         _same("calls of Rebalancer.step() since the last gradient", calls, expected)
+        expected_shares = "as many on every rank, or each loss times hook.share(len(micro), len(batch))"
+        _same("micro-batches in no_sync()", [row[4] for row in rows], expected_shares)
         if max(calls) > 1:
             raise InputError(
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected

@@ -3,6 +3,12 @@
 A forward pass leaves marks in the graph behind its output. A backward pass that meets one names the pass that
 it comes from, so it weighs what that pass did. A pass that is only looked at, in eval mode or in between,
 weighs nothing. A gradient that meets no mark comes from samples that nothing has counted, and is refused.
+A gradient of a gradient (a penalty's) need not meet the mark of its pass, so passes that
+torch.autograd.grad(create_graph=True) went through count as met by the backward pass that follows.
+
+A loss may come through several models, each with passes of its own: prompts of a text model, say, beside a
+batch of images. If these are different shares of all samples, one of them is no weight of that loss, which
+is refused.
 
 Micro-batches of n_1, n_2, ... samples have the mean gradients g_1, g_2, ... The gradient of all of them is
 sum(n_m g_m) / sum(n_m); passes that are just added up count alike. Where the loss stays the mean over its
@@ -14,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from pyps.errors import InputError
+from pyps.torch.weighting import not_zero
 
 CLOSE = 1e-6  # shares that add up to 1, in float32
 DEPTH = 4  # of objects in a model's output that are looked into
@@ -48,15 +55,18 @@ class Passes:
 
     sums: whether the losses are sums over samples, which need no weights among each other. gradients: the
     tensors that hold the gradients since the last reduction. on_computed: called at the end of a backward
-    pass with gradients, before torch waits for reductions; on_over: after that.
+    pass with gradients, before torch waits for reductions; on_over: after that; gives W if they are reduced.
     """
+
+    # Of the latest backward pass: autograd's number of it, and (w_i, W) of the models that it has reduced.
+    _models: ClassVar[tuple[int, list[tuple[Any, torch.Tensor]]]] = -1, []
 
     def __init__(
         self,
         sums: bool,
         gradients: Callable[[], list[torch.Tensor]],
         on_computed: Callable[[], None],
-        on_over: Callable[[Pass], None],
+        on_over: Callable[[Pass], torch.Tensor | None],
     ) -> None:
         self.managed = False  # whether each loss is the mean over its micro-batch
         self.backwards = 0  # passes of the round that runs, or was just reduced
@@ -71,6 +81,9 @@ class Passes:
         self._running: list[Pass] | None = None  # those that the running backward pass has met
         self._task = -1  # autograd's number of that
         self._has_gradients = False  # whether it has reached a parameter
+        self._differentiated: list[Pass] = []  # whose gradients are part of the graph of the pass to come
+        self._weighs: Any = 0.0  # w_i of what was reduced last
+        self.added = 1  # passes of that, if their gradients were added up as they are
         self._left_over = False  # whether there were gradients before the round
 
     def begin(self, weight: Any, kept: bool) -> None:
@@ -106,6 +119,11 @@ class Passes:
         """What the backward pass that comes next weighs."""
         self._said = weight
 
+    @property
+    def is_said(self) -> bool:
+        """Whether a script has set that."""
+        return self._said is not None
+
     def share(self, weight: Any, total: Any) -> Any:
         """weight / total: the latest pass's part of the rank's gradient; checked when that is reduced."""
         if not 0 <= float(weight) <= float(total):
@@ -131,6 +149,8 @@ class Passes:
         if self._running is None:
             if self._open is not None:  # within forward(), as in a step that calls backward() itself
                 self._start(self._open)
+            elif self._differentiated:
+                self._start(self._differentiated[0])
             elif self._said is not None:
                 self._start(Pass(self._said, self._latest is not None and self._latest.kept))
             else:
@@ -158,7 +178,10 @@ class Passes:
             unit = unit_of(own, total)
         elif self._before and not self._sums:
             _check_shares([*self._before, _as_weighed(self._running[0], own)])
+        shared = any(one.share is not None for one in self._before)
+        self.added = 1 if self.managed or self._sums or shared else len(self._before) + 1
         self.forget()
+        self._weighs = total
         return total, unit
 
     def forget(self) -> None:
@@ -200,9 +223,10 @@ class Passes:
         """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
         if self._said is not None:
             return self._said
-        own = passes[0].weight
-        if own is None or any(one.weight is None or one.weight != own for one in passes[1:]):
-            weights = {"unknown" if one.weight is None else f"{float(one.weight):g}" for one in passes}
+        every = [*passes, *self._differentiated]
+        own = every[0].weight
+        if own is None or any(one.weight is None or one.weight != own for one in every[1:]):
+            weights = {"unknown" if one.weight is None else f"{float(one.weight):g}" for one in every}
             found = f"forward passes of {' and '.join(sorted(weights))} samples"
             expected = "as many in all passes of a loss, or hook.set_weight(n) before backward()"
             raise InputError("weighted_hook", "backward()", found, expected)
@@ -216,11 +240,30 @@ class Passes:
 
     def _over(self) -> None:
         running, self._running = self._running, None
-        if running is None or not self._has_gradients:  # torch.autograd.grad() asked for others
+        if running is None:
             return
-        weighed = _as_weighed(running[0], self._weight_of(running))
-        self._said = None
-        self._on_over(weighed)
+        if not self._has_gradients:  # torch.autograd.grad() asked for others
+            if torch.is_grad_enabled():  # with create_graph
+                self._differentiated += running
+            return
+        weighed, is_said = _as_weighed(running[0], self._weight_of(running)), self.is_said
+        self._said, self._differentiated = None, []
+        total = self._on_over(weighed)
+        if total is not None and not is_said and not self._sums:
+            self._compare_models(total)
+
+    def _compare_models(self, total: torch.Tensor) -> None:
+        """Raise InputError if this backward pass has weighed another model otherwise."""
+        own = self._weighs
+        if Passes._models[0] != self._task:
+            Passes._models = self._task, []
+        for other, others in Passes._models[1]:
+            shares = [float(w) / float(not_zero(all_)) for w, all_ in ((own, total), (other, others))]
+            if other != own and abs(shares[0] - shares[1]) > CLOSE:
+                found = f"one loss of two models, of {float(other):g} and {float(own):g} samples"
+                expected = "a backward() for each, or set_weight(n) of the loss on both hooks before it"
+                raise InputError("weighted_hook", "backward()", found, expected)
+        Passes._models[1].append((own, total))
 
     def keep(self, weighed: Pass) -> None:
         """A pass whose gradients are not reduced yet."""

@@ -17,11 +17,11 @@ from pyps.torch.lockstep import Lockstep
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
-from pyps.torch.rounds import Rounds, TrainedRounds
+from pyps.torch.rounds import Rounds, TrainedRounds, the_sampler
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import note_weights, rows_of
 
-_hooked: WeakSet[torch.nn.Module] = WeakSet()
+_hooked: WeakSet[torch.nn.Module] = WeakSet()  # models that have a hook
 _suspended = False
 OWN_BATCHES = (
     "the model's BatchNorm takes its statistics from each rank's own batch, small on slow ranks; for those "
@@ -223,17 +223,30 @@ class WeightedHook(ABC):
             expected = "the same batch on all ranks of a tensor-parallel group"
             raise InputError("weighted_hook", "samples of the first batch", f"{listed} on peers", expected)
 
-    def _check_first(self, total: float) -> None:
-        """Raise InputError if the samples of the first round are not the sampler's."""
-        if self._sampler is None or self._count is not None or self.reduction == "sum":
+    def _check_first(self, own: Any, total: float) -> None:
+        """Raise InputError if the samples of the first round are not the sampler's, or so many times these.
+
+        Without a sampler it is the one that this process draws from. own: this rank's.
+        """
+        sampler: Any = self.lockstep.sampler
+        sampler = the_sampler() if sampler is None else sampler
+        counted = self._count is None and self.reduction == "mean" and not self.passes.is_said
+        if not counted or not hasattr(sampler, "sizes"):
             return
-        sizes: Any = getattr(self._sampler, "sizes", None)
-        several = max(self._sampler.accumulation, self.passes.backwards) > 1
-        if sizes is None or several or total in (known := set(sizes())):
+        known, times = set(sampler.sizes()), {total / size for size in sampler.sizes()}
+        drawn = [sampler.round_samples(number) for number in range(sampler.drawn)]
+        if drawn:  # all that is computed in a round of its samples is as many times these on each rank
+            times = {total / size for size, part in drawn if own * size == total * part}
+        if any(one == int(one) > 0 for one in times):
             return
-        found = f"{total:.0f}, by the first tensor that forward() got"
+        found = f"{float(own):.0f} of {total:.0f}, by the first tensor that forward() got"
         expected = f"one of {sorted(known)[-3:]}; if samples are not its first dimension, pass count="
         raise InputError("weighted_hook", "samples of the first round", found, expected)
+
+
+def is_weighted(model: torch.nn.Module) -> bool:
+    """Whether a model has its hook."""
+    return model in _hooked
 
 
 def suspended() -> bool:

@@ -616,14 +616,17 @@ def outcome(feature: Callable[[Any], float], kit: Any) -> float | str:
         return feature(kit)
     except InputError as error:
         return str(error)
-    except TypeError as error:  # of a library
+    except (RuntimeError, TypeError) as error:  # of a library
         return " ".join(str(error).split())
 
 
 def features_of(trainer: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     """What makes its kit, and all features that are tried."""
     if trainer in KITS:
-        return KITS[trainer]
+        from trainer_cells_of_models import OF_MODELS
+
+        make, features = KITS[trainer]
+        return make, features | OF_MODELS
     from trainer_cells_of_loops import LOOPS
 
     return lambda: None, LOOPS[trainer]

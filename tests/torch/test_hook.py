@@ -129,7 +129,7 @@ def test_a_level_is_at_most_half_a_step_off(form: BlockFormat) -> None:
 def test_a_first_round_that_is_not_the_samplers_is_refused(ranks: Ranks) -> None:
     assert ranks.run(2, ddp_jobs.checked, [5, 3], [5, 3]) == ["as planned"] * 2
     for said in ranks.run(2, ddp_jobs.checked, [5, 3], [5, 4]):
-        assert "found 9, by the first tensor" in said
+        assert "of 9, by the first tensor" in said
 
 
 def test_the_samples_of_a_batch() -> None:
