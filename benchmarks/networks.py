@@ -62,16 +62,25 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Way:
-    """A policy, with planned batches or equal ones; in a pipeline, and in int8."""
+    """A policy, with planned batches or equal ones; in a pipeline, and in int8.
+
+    ring: as DDP: the same gradients go round a ring of links, each as fast as the server's.
+    """
 
     title: str
     policy: str
     planned: bool = True
     depth: int = 1
     int8: bool = False
+    ring: bool = False
 
     def scenario(self) -> Scenario:
         made = scenario_of(CLUSTER, even=not self.planned)
+        if self.ring:
+            n = len(made.workers)
+            each_way = (n - 1) / n * made.up_bytes / made.server_bandwidth  # to reduce, and to gather
+            workers = tuple(replace(w, latency=each_way) for w in made.workers)
+            return replace(made, workers=workers, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
         share = INT8 if self.int8 else 1.0
         workers = tuple(replace(w, up_share=share, down_share=share) for w in made.workers)
         return replace(made, workers=workers)
@@ -80,6 +89,7 @@ class Way:
 EVEN = Way("BSP, equal batches", "bsp", planned=False)
 WAYS = (
     EVEN,
+    Way("DDP, equal batches", "bsp", planned=False, ring=True),
     Way("BOA: BSP, planned batches", "bsp"),
     Way("H-PS: planned, 2 steps under way", "hps", depth=2),
     Way("H-PS: and int8", "hps", depth=2, int8=True),
@@ -105,6 +115,15 @@ def trained(case: tuple[str, Way, int]) -> Result:
         optimizer=network.optimizer,
         pipeline=way.depth,
     )
+
+
+def timed(result: Result, case: tuple[str, Way, int]) -> Result:
+    """A training by the same gradients at the same parameters, with the times of another way."""
+    name, way, seed = case
+    other = simulate(way.scenario(), way.policy, iterations=NETWORKS[name].batches, seed=seed)
+    share = other.seconds / result.seconds
+    curve = tuple((share * seconds, samples, loss) for seconds, samples, loss in result.curve)
+    return replace(result, curve=curve, seconds=other.seconds)
 
 
 def reached(result: Result, loss: float) -> tuple[float, float]:
@@ -212,9 +231,12 @@ def main() -> int:
         text = f"{machine()}.\n\n{table(rows)}"
     else:
         seeds = range(options.seeds)
-        cases = [(name, way, seed) for name in options.networks for way in WAYS for seed in seeds]
+        every = [(name, way, seed) for name in options.networks for way in WAYS for seed in seeds]
+        cases = [case for case in every if not case[1].ring]
         with multiprocessing.get_context("spawn").Pool() as pool:
             found = dict(zip(cases, pool.map(trained, cases, chunksize=1), strict=True))
+        for name, way, seed in set(every) - set(cases):
+            found[name, way, seed] = timed(found[name, EVEN, seed], (name, way, seed))
         tables = [compared(name, found, seeds) for name in options.networks]
         text = "\n\n".join([f"{machine()}, {options.seeds} seeds.", *tables])
     print(text)

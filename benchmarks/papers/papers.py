@@ -1,6 +1,6 @@
 """The claims of the four papers, measured: each system against rivals tuned the same way, over several seeds.
 
-    python benchmarks/papers/papers.py [--quick] [--docs] [--only PART...] [--out DIR]
+    python benchmarks/papers/papers.py [--quick] [--docs] [--only PART...] [--resume] [--out DIR]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from benchmark_tools import record
 from papers_agreement import agreement
 from papers_deep import deep
 from papers_real import real
+from papers_rivals import rivals
 from papers_saps import processes, saps
 from papers_straggler import straggler
 from ringmaster import ringmaster
@@ -32,6 +34,7 @@ from tuning import Budget
 PAGE = "papers.md"
 PARTS = {
     "boa": boa,
+    "rivals": rivals,
     "saps": saps,
     "deep": deep,
     "processes": processes,
@@ -53,19 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds: whether it works, no figures")
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--resume", action="store_true", help="take what a run that was cut off has tuned")
     parser.add_argument("--out", type=Path, default=Path("papers-out"), help="where runs and plots go")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
+    kept = chosen.out / "tuned"
+    if not chosen.resume:
+        shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(exist_ok=True)
+    budget = QUICK if chosen.quick else Budget(kept=kept)
     images = record.DOCS / "images" if chosen.docs else chosen.out
     for name in chosen.only:
         began, worked = time.monotonic(), processor_seconds()
-        found = PARTS[name](QUICK if chosen.quick else Budget(), chosen.out)
+        found = PARTS[name](budget, chosen.out)
         if found.curves:
             papers_plot.curves(images / f"results-{name}.png", found.curves)
         if found.pairs:
             papers_plot.pairs(images / f"results-{name}.png", found.pairs)
         took = f"{time.monotonic() - began:.0f} s, {processor_seconds() - worked:.0f} s of processor time"
-        text = f"{record.machine()}; took {took}.\n\n{found.text()}"
+        took = "" if chosen.resume else f"; took {took}"
+        text = f"{record.machine()}{took}.\n\n{found.text()}"
         print(f"## {name}\n\n{text}\n", flush=True)
         if chosen.docs:
             record.write_section(name, text, PAGE)

@@ -9,7 +9,9 @@ lies inside what was tried, or at an end that the policy itself has.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import rivals
 from digits_mlp import Digits
 
 from pyps import Hyper
@@ -92,21 +95,24 @@ class Competitor:
     planned: bool = False
 
     def ladder(self, workers: int) -> tuple[str, ...]:
-        """The variants that this many workers can have: some of them must be waited for."""
-        return tuple(v for v in self.variants if not v.startswith("backup:k=") or int(v[9:]) < workers)
+        """The variants that this many workers can have: `k` is less."""
+        named = ((v, v.partition(":k=")[2]) for v in self.variants)
+        return tuple(v for v, k in named if not k or int(k) < workers)
 
 
 @dataclass(frozen=True)
 class Budget:
     """Seeds of the results and of the tuning, and how many processes share the work.
 
-    quick: only the first variants, for a few global batches, to a loss that is reached at once.
+    quick: only the first variants, for a few global batches, to a loss that is reached at once. kept: where
+    results are kept, and taken from if they are there; None: nowhere.
     """
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
     tuning: tuple[int, ...] = (101, 102)
     processes: int = 2
     quick: bool = False
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +214,9 @@ class Trial:
         """Train once, and stop after `limit` seconds."""
         options = {"iterations": self.scenario.max_batches, "seed": seed, "seconds": limit}
         learner = self.scenario.learner
+        train = rivals.train if self.policy.partition(":")[0] in rivals.NAMES else simulate
         with np.errstate(all="ignore"):  # a step size that is too large overflows
-            return simulate(
+            return train(
                 self.cluster,
                 self.policy,
                 objective=learner.objective(seed),
@@ -279,11 +286,29 @@ def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> Tu
     return TuningResult(scenario, competitor, chosen.policy, lr, trials, cluster.global_batch, runs)
 
 
+def tuned(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:
+    """As `tune`, or what an earlier call kept."""
+    if budget.kept is None:
+        return tune(scenario, competitor, budget)
+    asked = repr(
+        (scenario.title, scenario.target, scenario.max_batches, competitor, budget.seeds, budget.tuning)
+    )
+    file = budget.kept / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.tuned"
+    if file.exists():
+        found: TuningResult = pickle.loads(file.read_bytes())
+        return found
+    made = tune(scenario, competitor, budget)
+    part = file.with_suffix(".part")
+    part.write_bytes(pickle.dumps(made))
+    part.rename(file)
+    return made
+
+
 def tune_all(pairs: Iterable[tuple[TuningScenario, Competitor]], budget: Budget) -> list[TuningResult]:
     """Tune each competitor on its scenario, in several processes at once."""
     scenarios, competitors = zip(*pairs, strict=True)
     budgets = [budget] * len(scenarios)
     if budget.processes == 1:
-        return list(map(tune, scenarios, competitors, budgets))
+        return list(map(tuned, scenarios, competitors, budgets))
     with ProcessPoolExecutor(budget.processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(tune, scenarios, competitors, budgets))
+        return list(pool.map(tuned, scenarios, competitors, budgets))
