@@ -65,7 +65,9 @@ class Trained:
     batches: int
 
 
-MOMENTUM, ADAMW = PROBLEMS[1], PROBLEMS[2]
+MOMENTUM, ADAMW = (
+    next(p for p in PROBLEMS if p.title == title) for title in ("digits, momentum", "digits, AdamW")
+)
 TRAINED = (
     Trained("CNN, momentum 0.9", convolutions, "momentum", Hyper(lr=0.05, momentum=0.9), 150),
     Trained("MLP, momentum 0.9", MOMENTUM.objective, "momentum", MOMENTUM.hyper, MOMENTUM.batches),

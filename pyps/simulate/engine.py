@@ -255,6 +255,10 @@ class Engine:
         """Whether these workers go on along their own gradients under way."""
         return follows_own(rules, self.model.optimizer.kind, lookahead=self.policy.looks_ahead)
 
+    def own(self, k: int, gradient: Vector, samples: int) -> Vector:
+        """What worker k goes on along of a gradient of so many samples that it has sent."""
+        return self.model.own(k, gradient, samples / self.scenario.global_batch)
+
     def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
         """A gradient's way to the store; it waits for its `turn` on the wire."""
         began = self.clock.now

@@ -24,7 +24,7 @@ from pyps.errors import InputError
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.step.machine import even_steps
-from pyps.step.own import way_of
+from pyps.step.own import ADAM, OwnMoments, way_of
 from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class Model:
         self._local = LocalWorkers(objective, local) if objective is not None and local is not None else None
         self.w = objective.start() if objective else np.zeros(0)
         self.optimizer = OptimizerState(optimizer, hyper, self.w.size)
+        self._own: dict[int, OwnMoments] = {}
 
     def gradient(
         self, w: Vector, first: int, count: int, worker: int = 0, most: int = 0
@@ -224,11 +225,18 @@ class Model:
             return self.w
         return self.optimizer.ahead(self.w, distance, gradient, rounds=rounds)
 
-    def way(self, gradient: Vector, have: int, wanted: int) -> Vector:
-        """How far a worker's own gradient goes from `have` steps of it to `wanted`."""
-        h, kind = self.optimizer.hyper, self.optimizer.kind
+    def own(self, worker: int, gradient: Vector, part: float) -> Vector:
+        """What a worker goes on along of a gradient that it has sent. part: of a global batch."""
+        h = self.optimizer.hyper
         g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
-        return (way_of(h, kind, wanted) - way_of(h, kind, have)) * g
+        if self.optimizer.kind not in ADAM:
+            return g
+        return self._own.setdefault(worker, OwnMoments(g)).difference(g, h, part)
+
+    def way(self, own: Vector, have: int, wanted: int) -> Vector:
+        """How far that goes from `have` steps of it to `wanted`."""
+        h, kind = self.optimizer.hyper, self.optimizer.kind
+        return (way_of(h, kind, wanted) - way_of(h, kind, have)) * own
 
     def loss(self) -> float:
         return self._objective.loss(self.w) if self._objective else float("nan")

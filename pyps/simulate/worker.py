@@ -230,7 +230,9 @@ class SimulatedWorker:
         step.mode = self._modes.mode if self._modes is not None else None
         self._sent.append((step, ask))
         if self._own is not None:
-            self._own.sent(step.gradient[0] if step.gradient else np.zeros(0))
+            self._own.sent(
+                self._engine.own(self._k, step.gradient[0], step.done) if step.gradient else np.zeros(0)
+            )
         self._count += 1
         if self._rules.depth > 1:
             processes = len(self._engine.workers)

@@ -135,6 +135,7 @@ def attached(
         budget=budget,
         links=links,
     )
+    whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     transport = Transport(
         client,
         binding,
@@ -142,12 +143,11 @@ def attached(
         rules,
         encoding=settings.encoding,
         modes=_mode_balancer(settings, client) if settings.choices is not None else None,
-        own=Onward(optimizer, store.tensors) if follows else None,
+        own=Onward(optimizer, store.tensors, whole) if follows else None,
         timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
         merge=local.merge if local is not None else None,
     )
     steps = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
-    whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     return Attached(
         model, attachment, binding, needs, budget, client, transport, steps, schedule, whole, local
     )

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyps.native.values import Flat, Hyper, Optimizer, PushRequest, Tensor
-from pyps.step.own import UnderWay, way_of
-
-BLOCK = 1 << 16  # floats at a time: they stay in cache
+from pyps.step.own import ADAM, BLOCK, OwnMoments, UnderWay, way_of
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """A gradient in its staging buffer, and how it was pushed."""
+    """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along."""
 
     flat: Flat
     hyper: tuple[Hyper, ...]
@@ -24,10 +22,11 @@ class Pushed:
 
 
 class Onward:
-    """The own gradients of a worker of a store with these tensors."""
+    """The own gradients of a worker of a store with these tensors. global_batch: samples."""
 
-    def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor], global_batch: int) -> None:
+        self._optimizer, self._global_batch = optimizer, global_batch
+        self._moments: dict[int, OwnMoments] = {}  # by group
         trained = [t for t in tensors if not t.averaged and t.elements]
         groups = {t.group: [other for other in trained if other.group == t.group] for t in trained}
         self._parts = {
@@ -42,6 +41,8 @@ class Onward:
         if known and (bound := max(h.clip_norm for h in request.hyper)):
             norm = abs(scale) * math.sqrt(sum(_squares(flat[part]) for part in self._parts.values()))
             scale *= min(1.0, bound / norm) if norm else 1.0
+        if known and self._optimizer in ADAM:
+            flat, scale = self._differences(request, flat, scale), 1.0
         self._under_way.sent(Pushed(flat, request.hyper, scale) if known else None)
 
     def arrived(self) -> None:
@@ -60,7 +61,20 @@ class Onward:
             for group, part in self._parts.items():
                 hyper = pushed.hyper[group]
                 way = way_of(hyper, self._optimizer, wanted) - way_of(hyper, self._optimizer, have)
-                _move(params[part], pushed.flat[part], way, pushed.scale, hyper.clip)
+                clip = 0.0 if self._optimizer in ADAM else hyper.clip
+                _move(params[part], pushed.flat[part], way, pushed.scale, clip)
+
+    def _differences(self, request: PushRequest, flat: Flat, scale: float) -> Flat:
+        """Of a gradient, from the mean of those before: see OwnMoments."""
+        found = np.zeros_like(flat)
+        for group, part in self._parts.items():
+            hyper = request.hyper[group]
+            gradient = np.float32(scale) * flat[part]
+            if hyper.clip:
+                gradient = np.clip(gradient, -np.float32(hyper.clip), np.float32(hyper.clip))
+            moments = self._moments.setdefault(group, OwnMoments(gradient))
+            found[part] = moments.difference(gradient, hyper, request.samples / self._global_batch)
+        return found
 
 
 def _move(params: Flat, gradient: Flat, way: float, scale: float, clip: float) -> None:

@@ -12,7 +12,7 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
 from pyps.native.values import Hyper, Optimizer, PushRequest, Tensor
 from pyps.remote.server import Server
-from pyps.step.own import way_of
+from pyps.step.own import OwnMoments, way_of
 from pyps.worker.loop import join
 from pyps.worker.onward import Onward
 from pyps.worker.sampling import indices
@@ -96,7 +96,7 @@ def test_the_way_of_a_gradient_is_scaled_clipped_and_whole() -> None:
     hyper = Hyper(lr=0.5, momentum=0.5, clip=2.0)
     assert [way_of(hyper, Optimizer.MOMENTUM, n) for n in range(4)] == [0.0, 0.5, 0.75, 0.875]
     tensors = (Tensor("w", (3,), 0, 0, 3), Tensor("mean", (1,), 1, 4, 1, averaged=True))
-    own = Onward(Optimizer.MOMENTUM, tensors)
+    own = Onward(Optimizer.MOMENTUM, tensors, 4)
     params = np.zeros(5, np.float32)
     for values, samples in (([1.0, 2.0, 8.0], 4), ([np.nan, 1.0, 1.0], 4), ([1.0, 1.0, 1.0], 0)):
         gradient = np.array([*values, 9.0, 9.0], np.float32)
@@ -108,3 +108,34 @@ def test_the_way_of_a_gradient_is_scaled_clipped_and_whole() -> None:
     params[:] = 0.0
     own.go_on(params)
     assert not params.any(), "one is not finite, one was skipped"
+
+
+def test_adam_goes_on_by_how_gradients_differ_from_its_mean() -> None:
+    """Against the formulas, in two groups with constants of their own; the first gradient tells nothing."""
+    hypers = Hyper(lr=0.1, betas=(0.5, 0.75)), Hyper(lr=0.2, betas=(0.9, 0.99), clip=1.0)
+    tensors = Tensor("w", (2,), 0, 0, 2), Tensor("v", (2,), 1, 2, 2)
+    own, params, expected = Onward(Optimizer.ADAMW, tensors, 16), np.zeros(4, np.float32), np.zeros(4)
+    first, second = np.zeros(4), np.zeros(4)
+    beta1, beta2 = np.repeat([[h.betas[0], h.betas[1]] for h in hypers], 2, axis=0).T
+    lr, draw = np.repeat([h.lr for h in hypers], 2), np.random.default_rng(0)
+    for step in range(1, 6):
+        pushed = draw.standard_normal(4).astype(np.float32)
+        own.sent(PushRequest(0, 4, hypers, scale=2.0), pushed)
+        own.go_on(params)
+        g = 2.0 * pushed.astype(np.float64)
+        g[2:] = np.clip(g[2:], -1.0, 1.0)
+        mean = first / (1 - beta1 ** (step - 1)) if step > 1 else g
+        first = beta1 * first + (1 - beta1) * g
+        second = beta2 * second + (1 - beta2) * (mean + (g - mean) / 2) ** 2
+        expected -= lr * (1 - beta1) * (g - mean) / (np.sqrt(second / (1 - beta2**step)) + 1e-8)
+        np.testing.assert_allclose(params, expected, rtol=1e-4, atol=1e-6)
+        own.arrived()
+
+
+def test_moments_do_not_depend_on_blocks() -> None:
+    draw, hyper = np.random.default_rng(1), Hyper(lr=0.1)
+    gradients = draw.standard_normal((3, (1 << 16) + 5)).astype(np.float32)
+    long, short = OwnMoments(gradients[0]), OwnMoments(gradients[0, -5:])
+    for gradient in gradients:
+        whole, end = long.difference(gradient, hyper, 0.5), short.difference(gradient[-5:], hyper, 0.5)
+        np.testing.assert_array_equal(whole[-5:], end)
