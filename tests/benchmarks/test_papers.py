@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) 
     assert sum(line.startswith("| ") for line in text.splitlines()) == competitors + tables
     assert "(threshold: " in text
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_command_makes_the_whole_page() -> None:
+    """Each section of the page is a part of papers.py, or written by another script of `make papers`."""
+    root = Path(__file__).resolve().parents[2]
+    _, _, rest = (root / "Makefile").read_text().partition("\npapers:")
+    scripts = re.findall(r"\$\(PY\) (\S+\.py) --docs", rest.partition("\n\n")[0])
+    text = "".join((root / script).read_text() for script in scripts)
+    others = set(re.findall(r"write_section\(\"(\w+)\"", text))
+    page = (root / "docs" / "results" / "papers.md").read_text()
+    assert set(re.findall(r"<!-- (\w+): begin -->", page)) <= {*papers.PARTS, *others}
 
 
 @pytest.mark.parametrize("best", [1, 3, 24])
