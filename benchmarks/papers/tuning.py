@@ -87,7 +87,8 @@ class TuningScenario:
 class Competitor:
     """A title, the variants of a policy to choose from, and whether batches are the plan's or equal.
 
-    variants: in order of their number, as far as the policy has others that differ.
+    variants: in order of their number, as far as the policy has others that differ. policy@share: planned for
+    so much of the global batch.
     """
 
     title: str
@@ -181,6 +182,16 @@ def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
     return replace(made, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
 
 
+def smaller(cluster: Scenario, share: float) -> Scenario:
+    """With so much of the global batch, planned: each sample goes to the worker that ends soonest with it."""
+    counts = [0] * len(cluster.workers)
+    for _ in range(round(share * cluster.global_batch)):
+        ends = [w.cost(n + 1) for w, n in zip(cluster.workers, counts, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    pairs = zip(cluster.workers, counts, strict=True)
+    return replace(cluster, workers=tuple(replace(w, batch=n) for w, n in pairs if n))
+
+
 def root64() -> Scenario:
     """Worker i of 0 .. 63 takes 1 + sqrt(i) + |N(0, sqrt(i))| of the other clusters' units, drawn anew."""
     workers = []
@@ -212,13 +223,16 @@ class Trial:
 
     def run(self, lr: float, seed: int, limit: float = math.inf) -> Result:
         """Train once, and stop after `limit` seconds."""
-        options = {"iterations": self.scenario.max_batches, "seed": seed, "seconds": limit}
+        policy, _, share = self.policy.partition("@")
+        cluster = smaller(self.cluster, float(share)) if share else self.cluster
+        most = self.scenario.max_batches * self.cluster.global_batch // cluster.global_batch
+        options = {"iterations": most, "seed": seed, "seconds": limit}
         learner = self.scenario.learner
-        train = rivals.train if self.policy.partition(":")[0] in rivals.NAMES else simulate
+        train = rivals.train if policy.partition(":")[0] in rivals.NAMES else simulate
         with np.errstate(all="ignore"):  # a step size that is too large overflows
             return train(
-                self.cluster,
-                self.policy,
+                cluster,
+                policy,
                 objective=learner.objective(seed),
                 lr=replace(learner.hyper, lr=learner.hyper.lr * lr),
                 optimizer=learner.optimizer,

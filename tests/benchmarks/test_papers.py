@@ -27,7 +27,7 @@ def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quick:
     return run
 
 
-@pytest.mark.parametrize(("part", "competitors"), [("boa", 5 * 3), ("r2sp", 4 * 2), ("saps", 6 + 7)])
+@pytest.mark.parametrize(("part", "competitors"), [("boa", 6 * 3), ("r2sp", 4 * 2), ("saps", 6 + 7)])
 def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) -> None:
     text = quick(part)
     tables = text.count("\n|--")
@@ -64,6 +64,15 @@ def test_what_is_tuned_lies_inside_what_was_tried(monkeypatch: pytest.MonkeyPatc
     )
     assert (found.policy, found.lr) == (f"backup:k={best}", pytest.approx(128.0))
     assert max(tried) > best
+
+
+def test_a_part_of_the_global_batch_is_planned_too() -> None:
+    whole = tuning.cluster_of(tuning.TuningScenario("five"), planned=True)
+    assert tuning.smaller(whole, 1.0).batches == whole.batches
+    half = tuning.smaller(whole, 0.5)
+    assert half.global_batch == 48
+    ends = [w.cost(w.batch) for w in half.workers]
+    assert max(ends) <= min(w.cost(w.batch + 1) for w in half.workers)
 
 
 def test_the_setting_of_ringmaster(quick: Quick) -> None:
