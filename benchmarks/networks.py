@@ -20,6 +20,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -223,11 +224,9 @@ def main() -> int:
     if options.real:
         rows = [["run", "samples", "ms a global batch: run", "simulated", "held-out loss: run", "simulated"]]
         with tempfile.TemporaryDirectory() as folder:
-            rows += [
-                run_for_real(n, p, Path(folder))
-                for n in options.networks
-                for p in ("bsp", "hps", "r2sp", "saps")
-            ]
+            for name, policy in product(options.networks, ("bsp", "hps", "r2sp", "saps")):
+                rows.append(run_for_real(name, policy, Path(folder)))
+                print(*rows[-1], sep=", ", flush=True)
         text = f"{machine()}.\n\n{table(rows)}"
     else:
         seeds = range(options.seeds)
