@@ -37,7 +37,8 @@ class Cell:
 
     clip: of the gradient's norm. accumulation: micro-batches of a step. rebalance: the split changes twice.
     fault: "kill": a worker is killed, and another process takes its rank; "resume": the run ends early, and
-    another goes on from its checkpoint.
+    another goes on from its checkpoint. modes: codecs and depth of each worker change twice; only in
+    named cells.
     """
 
     policy: str = "bsp"
@@ -51,6 +52,7 @@ class Cell:
     backend: str = "local"
     rebalance: bool = False
     fault: str = "none"
+    modes: bool = False
 
     def __str__(self) -> str:
         """The policy, and what differs from a plain run."""
@@ -140,7 +142,13 @@ def _refusals(cell: Cell) -> Iterator[str]:
 
 def is_ordered(cell: Cell) -> bool:
     """Whether the order of its pushes decides everything, so that a run can follow its simulation."""
-    if cell.rebalance or cell.fault != "none" or cell.policy in BY_TIME or cell.depth > DETERMINED_DEPTH:
+    if (
+        cell.rebalance
+        or cell.modes
+        or cell.fault != "none"
+        or cell.policy in BY_TIME
+        or cell.depth > DETERMINED_DEPTH
+    ):
         return False
     if cell.depth > 1 and (cell.local_steps or cell.backend == "shards"):
         return False  # parameters come between local steps; and a shard does not say what it sent

@@ -20,6 +20,7 @@ OFF = {
     "int4": 0.4,
     "nf4": 0.4,
 }  # of the way that state went
+MODES = 2  # that a worker has, one after the other and back
 ROUNDED = 0.01  # parameters kept as bf16 are right on average
 ONCE = 0.25  # of a sample's weight, with what a codec has not yet sent
 
@@ -32,6 +33,8 @@ def faults(cell: Cell, outcome: Outcome, twin: Outcome | None = None) -> list[st
     if outcome.refusal:
         return [f"{'failed' if outcome.late else 'refused'}: {outcome.refusal}"]
     found = [*_counted(cell, outcome), *_replayed(outcome)]
+    if cell.modes and len({record.mode for record in outcome.records}) < MODES:
+        found.append("no worker's mode has changed")
     if outcome.simulated is not None:
         found += _simulated(cell, outcome)
     if twin is not None:

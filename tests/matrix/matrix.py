@@ -22,6 +22,11 @@ NAMED = (
     Cell("asp", clip=True, backend="shards"),  # refused, although its pairs are not
     Cell("dcasgd:lambda=10", depth=2),  # corrected from what a pipelined gradient was computed on
     Cell("bsp", optimizer="adamw", codec="int8", fault="resume"),  # the same bits, residuals and moments too
+    Cell("hps", depth=2, modes=True),
+    Cell("hps", "momentum", codec="int8", depth=2, rebalance=True, modes=True),
+    Cell("hps", "adamw", depth=4, backend="link", modes=True),
+    Cell("hps", depth=2, fault="kill", modes=True),
+    Cell("asp", depth=2, fault="kill", modes=True),
 )
 
 

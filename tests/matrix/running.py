@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,17 +23,24 @@ from conducting import Conductor, Progress, Simulated, simulated
 from numpy.typing import NDArray
 from threads import in_threads
 from trained import BATCHES, CLIP_NORM, INPUTS, SAMPLES, SEED, Model, optimizer_of
+from worker_tools import plan_with
 from zygote import Zygote
 
 import pyps
 from pyps.checkpoint.state import save
 from pyps.errors import PypsError
+from pyps.formats.mode import WorkerMode
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import RankCounters
 from pyps.native.values import Replay
 from pyps.remote import open_store
 from pyps.simulate import replay
+from pyps.solver.links import LinkSpec
+from pyps.solver.mode import Mode
+from pyps.solver.online.mode import ModeBalancer, ModeChange, TimedTransfer
 from pyps.store.policies import Policy
+from pyps.worker import attached
+from pyps.worker.settings import ThrottleSpec
 
 SPLITS = ((2, 4, 2), (4, 4, 0))  # that a rebalanced cell changes to; in the second one rank rests
 SERVERS = {"link": 1, "shards": 2}
@@ -42,6 +51,8 @@ CHANGE_SAMPLES = (SAMPLES // 4, SAMPLES // 2)  # trained when a rebalanced cell 
 RESUME_SAMPLES = SAMPLES // 2  # trained when a run that is resumed ends
 KILLED, KILLED_STEPS = 1, 1  # the rank that is killed, and the micro-batches that it has computed by then
 LOOK_SECONDS = 0.001
+CHANGE_TRANSFERS = 3, 6  # of each worker, when a cell changes its modes
+LINK = LinkSpec(1e-4, 1e9)  # for a mode that changes there has to be one
 Gate = Callable[[int], None]
 Vector = NDArray[np.float32]
 _numbers = itertools.count()
@@ -259,6 +270,21 @@ class Seat:
     resume: Path | None
 
 
+class Changing(ModeBalancer):
+    """In place of what decides by a link: to the coarsest and deepest mode, and back."""
+
+    def __init__(self, choices: Mode, mode: WorkerMode, *_: Any) -> None:
+        self.mode, self._heard = mode, 0
+        self._modes = dict(zip(CHANGE_TRANSFERS, (choices.options()[-1], mode), strict=True))
+
+    def hear(self, one: TimedTransfer) -> ModeChange | None:
+        self._heard += 1
+        if self._heard not in self._modes:
+            return None
+        before, self.mode = self.mode, self._modes[self._heard]
+        return ModeChange(self._heard, before, self.mode, (0.0, 0.0), 0.0)
+
+
 class Worker:
     """A worker with its model, and its loop."""
 
@@ -269,19 +295,31 @@ class Worker:
             run_dir=seat.folder, micro_batch=micro, codec=cell.codec, pipeline=cell.depth,
         )  # fmt: skip
         self.worker.settings = replace(self.worker.settings, journal=seat.journal)
+        if cell.modes:
+            plan = seat.folder / f"plan-{seat.rank}.json"
+            plan.write_text(json.dumps(plan_with(list(BATCHES))))
+            throttle = ThrottleSpec(factor=1.0, links=(LINK,)) if cell.backend == "local" else None
+            self.worker.settings = replace(
+                self.worker.settings,
+                adapts=True,
+                plan_path=plan,
+                throttle=throttle,
+                staging_buffers=max(3, cell.depth),
+            )
         self.cell, self.seat, self.model = cell, seat, Model()
 
     def attach(self) -> None:
         cell = self.cell
-        self.worker.attach(
-            self.model,
-            optimizer_of(cell, self.model),
-            clip_norm=CLIP_NORM if cell.clip else None,
-            local_steps=cell.local_steps or "plan",
-            master=None if cell.master == "f32" else cell.master,
-            resume=self.seat.resume,
-            timeout=ATTACH_SECONDS,
-        )
+        with patch.object(attached, "ModeBalancer", Changing):
+            self.worker.attach(
+                self.model,
+                optimizer_of(cell, self.model),
+                clip_norm=CLIP_NORM if cell.clip else None,
+                local_steps=cell.local_steps or "plan",
+                master=None if cell.master == "f32" else cell.master,
+                resume=self.seat.resume,
+                timeout=ATTACH_SECONDS,
+            )
 
     def train(self, gate: Gate) -> None:
         """To the run's end; passes the gate with each micro-batch. All but rank 0, which made the store,
