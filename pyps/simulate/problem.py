@@ -24,7 +24,8 @@ from pyps.errors import InputError
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.step.machine import even_steps
-from pyps.step.own import ADAM, OwnMoments, way_of
+from pyps.step.own import ADAM, way_of
+from pyps.worker.differences import OwnMoments
 from pyps.worker.sampling import indices
 
 if TYPE_CHECKING:

@@ -9,19 +9,14 @@ gradients under way differ from it, and the worker adds that of its own, by mome
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Generic, TypeVar
 
 from pyps.native.values import Hyper, Optimizer
 from pyps.step.machine import StepRules
 
 G = TypeVar("G")
-BLOCK = 1 << 16  # values at a time: they stay in cache
 ADAM = Optimizer.ADAM, Optimizer.ADAMW
 ADAM_DEPTH = 3  # from which the moments are worth their memory; less deep a pull's mean is within 2 %
 
@@ -35,7 +30,7 @@ def follows_own(rules: StepRules, optimizer: Optimizer, *, lookahead: bool) -> b
 
 def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
     """How far a gradient of ones moves a parameter down in its own step and those after, `steps` in all; for
-    Adam a difference of ones, as `OwnMoments` gives it.
+    Adam a difference of ones, as pyps.worker.differences gives it.
     """
     if optimizer in ADAM:
         return hyper.lr * (1.0 - hyper.betas[0] ** steps)
@@ -43,31 +38,6 @@ def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
         return hyper.lr * (steps > 0)
     moved = (1.0 - hyper.dampening) * sum(hyper.momentum**k for k in range(steps))
     return hyper.lr * (hyper.momentum * moved + (steps > 0) if hyper.nesterov else moved)
-
-
-class OwnMoments:
-    """Adam's moments of one worker's gradients, in their type."""
-
-    def __init__(self, like: NDArray[Any]) -> None:
-        self._first, self._second, self._steps = np.zeros_like(like), np.zeros_like(like), 0
-
-    def difference(self, gradient: NDArray[Any], hyper: Hyper, part: float) -> NDArray[Any]:
-        """How the next gradient differs from the mean of those before, over the root of the second moment.
-
-        part: of a global batch, that its samples are: as in a store, what is squared has the noise of a
-        whole one. Of the first gradient it is zero.
-        """
-        (beta1, beta2), before, found = hyper.betas, self._steps, np.zeros_like(gradient)
-        self._steps += 1
-        whole = 1.0 - beta2**self._steps
-        for at in range(0, gradient.size, BLOCK):
-            g, first, second = (all_[at : at + BLOCK] for all_ in (gradient, self._first, self._second))
-            mean = first / (1.0 - beta1**before) if before else g
-            difference = g - mean
-            first += (1.0 - beta1) * (g - first)
-            second += (1.0 - beta2) * (np.square(mean + math.sqrt(part) * difference) - second)
-            found[at : at + BLOCK] = difference / (np.sqrt(second / whole) + hyper.eps)
-        return found
 
 
 class UnderWay(Generic[G]):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyps.native.values import Flat, Hyper, Optimizer, PushRequest, Tensor
-from pyps.step.own import ADAM, BLOCK, OwnMoments, UnderWay, way_of
+from pyps.step.own import ADAM, UnderWay, way_of
+from pyps.worker.differences import BLOCK, OwnMoments
 
 
 @dataclass(frozen=True)
