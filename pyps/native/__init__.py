@@ -25,6 +25,7 @@ from pyps.formats.plan import TurnSchedule
 from pyps.native import interrupt
 from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.values import (
+    NO_TAG,
     Codec,
     DataSet,
     EncodeCounts,
@@ -152,7 +153,8 @@ def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
     c.position = unsigned(what, "position", push.position, 64)
     c.ranges, c.range_count = ranges = c_ranges(push.ranges)
     c.looked, c.looked_count = looked = c_ranges(push.looked)
-    c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
+    if push.tag != NO_TAG:
+        c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
     given = ffi.NULL if push.given is None else _ticket_struct(push.given)
     setattr(c, "as", given)
     how = push.encoding

@@ -20,6 +20,8 @@ from pyps.native.values import Claim, PushResult
 class Verb(Enum):
     """What a transfer asks of the store, and what the answer is."""
 
+    __hash__ = object.__hash__  # Enum's own is Python
+
     LIMIT = "limit"  # nothing: says how many samples a claim may have, if that has changed
     PUSH = "push"  # the push's result
     EXCHANGE = "exchange"  # that, and what PULL answers

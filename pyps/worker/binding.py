@@ -9,6 +9,7 @@ ranges (pyps.worker.device_copies).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 
 from pyps.errors import InputError
 from pyps.native.ranges import Ranges, merged
+from pyps.native.transfer import ArrivalCallback
 from pyps.native.values import Codec, Tensor
 from pyps.store.codec import encoded_bytes
 from pyps.store.staging import StagingBuffer
@@ -128,9 +130,11 @@ class Binding:
         """A transfer begins, perhaps in another thread than the model's."""
         self._copies.begin()
 
-    def arrived(self, first: int, count: int, vector: HostVector | None = None) -> None:
-        """In this transfer, a further range of what comes is final. vector: where; None: in `flat`."""
-        self._copies.arrived(vector or self._vector, first, count)
+    def arrived(self, vector: HostVector | None = None) -> ArrivalCallback | None:
+        """For this transfer: gets each further range of what comes. vector: where it comes; None:
+        in `flat`. None: there is nothing to do.
+        """
+        return partial(self._copies.arrived, vector or self._vector) if self._copies.early else None
 
     def came(self, vector: HostVector | None = None) -> None:
         """All of it is."""

@@ -41,7 +41,7 @@ class Transfer:
     fenced: bool = False
 
 
-EndTransfer = Callable[[Flat, ArrivalCallback], Transfer]  # the rest of a transfer that was begun
+EndTransfer = Callable[[Flat, ArrivalCallback | None], Transfer]  # the rest of a transfer that was begun
 
 
 class StoreClient:
@@ -186,7 +186,7 @@ class StoreClient:
         return partial(self._arrive, self._trips.begin(size, answer, before), params)
 
     def _arrive(
-        self, receive: Callable[[], Transfer], params: Flat, out: Flat, _arrived: ArrivalCallback
+        self, receive: Callable[[], Transfer], params: Flat, out: Flat, _arrived: ArrivalCallback | None
     ) -> Transfer:
         transfer = receive()
         if not transfer.fenced:
@@ -196,7 +196,7 @@ class StoreClient:
         spans.append(("pull", spans[-1][2], time.monotonic()))
         return transfer
 
-    def send(self, request: PushRequest, ask: Ask, out: Flat, arrived: ArrivalCallback) -> Transfer:
+    def send(self, request: PushRequest, ask: Ask, out: Flat, arrived: ArrivalCallback | None) -> Transfer:
         """A whole transfer now, over emulated links too. arrived: as for Store.send_and_pull."""
         try:
             turn = self._await_turn(request)
@@ -310,7 +310,7 @@ class StoreClient:
         unencodable: bool,
         finish: FinishTransfer,
         out: Flat,
-        _arrived: ArrivalCallback,
+        _arrived: ArrivalCallback | None,
     ) -> Transfer:
         """A remote store's transfer, as a local one's. It comes as a whole."""
         try:
@@ -361,7 +361,7 @@ class StoreClient:
             self._trips.close(self.store.close, CLOSE_SECONDS)
 
 
-def _fenced(_out: Flat, _arrived: ArrivalCallback) -> Transfer:
+def _fenced(_out: Flat, _arrived: ArrivalCallback | None) -> Transfer:
     """A transfer whose worker was fenced before its gradient left."""
     return Transfer(Outcome(), fenced=True)
 

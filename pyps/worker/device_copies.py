@@ -52,7 +52,7 @@ class DeviceCopies:
         self._parts = sorted(
             (part for part in parameters if part[1].elements), key=lambda part: part[1].offset
         )
-        self._bus, self._early = bus, early
+        self._bus, self._early = bus, early and bool(self._parts)
         self._types: dict[torch.dtype, torch.Tensor] = {}
         for p, _ in self._parts:
             if p.dtype is not torch.float32 and p.dtype not in self._types:
@@ -65,6 +65,11 @@ class DeviceCopies:
         self._holds: HostVector | None = None  # that the last transfer has brought to the second set
         self._in_model: HostVector | None = None
         self._lock = threading.Lock()
+
+    @property
+    def early(self) -> bool:
+        """Whether anything comes of arrived()."""
+        return self._early
 
     def begin(self) -> None:
         """A transfer begins: host memory will change."""

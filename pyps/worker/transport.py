@@ -80,7 +80,7 @@ class Serial:
         (request, ask), self._sent = self._sent, None
         binding = self._binding
         binding.coming()
-        transfer = self._client.send(request, ask, binding.flat, binding.arrived)
+        transfer = self._client.send(request, ask, binding.flat, binding.arrived())
         if transfer.outcome.version is not None:
             binding.came()
         return transfer
@@ -143,7 +143,7 @@ class Overlapped:
         other = 1 - self._newest
         vector = self._back_buffers[other]
         self._binding.coming()
-        transfer = finish(vector.array, partial(self._binding.arrived, vector=vector))
+        transfer = finish(vector.array, self._binding.arrived(vector))
         if transfer.outcome.version is not None:
             self._binding.came(vector)
             with self._lock:
@@ -435,7 +435,7 @@ def extra_buffers(depth: int) -> int:
     return depth - 1 + BACK_BUFFERS if depth > 1 else 0
 
 
-def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback) -> Transfer:
+def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback | None) -> Transfer:
     raise error
 
 
