@@ -1,9 +1,9 @@
 """Runs one task's training steps on one device, and measures their time and memory.
 
 A step is zero_grad, forward, loss, backward, optimizer step; under autocast, compiled or in micro-batches if
-the options say so. The timed part does not include making and moving a batch. On CUDA the seconds come from
-events around the step, read after the device has finished it; on a CPU from the wall clock. A throttled step
-is one span of pyps.profiler.throttle.
+the options say so. The timed part does not include making and moving a batch. The seconds are of the wall
+clock, from an idle device until it has finished: what launches the step counts where it takes longer than the
+device. A throttled step is one span of pyps.profiler.throttle.
 """
 
 from __future__ import annotations
@@ -248,17 +248,11 @@ class CudaStepper(_TaskStepper):
             with self.throttle.span(batch) as span:
                 self.step(data)
             return span.lasted_seconds
-        begin, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
-
-        def train() -> None:
-            begin.record()
-            self._train(data)
-            end.record()
-            end.synchronize()
-
         with self._cuda.device(self._device):
-            self._guarded(TRAINING, train)
-        return float(begin.elapsed_time(end)) / 1e3
+            self._wait()
+            start = time.perf_counter()
+            self.step(data)
+            return time.perf_counter() - start
 
     def peak_bytes(self, data: Any) -> int:
         gc.collect()

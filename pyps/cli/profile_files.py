@@ -83,7 +83,10 @@ def link(
         ),
     ] = None,
 ) -> None:
-    """Measure latency and bandwidth to the store or to a peer. With PROFILE, add them to it."""
+    """Measure latency and bandwidth to the store or to a peer. With PROFILE, add them to it.
+
+    The store's are those of a worker on the profile's device: what its steps take more than torch's.
+    """
     from pyps.worker import link_speed as probes
 
     if answer is not None:
@@ -95,7 +98,8 @@ def link(
         raise InputError("--to", "", "--via store", "--via gloo: the store is on this machine")
     known = read_profile(profile) if profile else None
     check_writable("PROFILE", profile)
-    found = probes.probe_store() if via == "store" else probes.probe_group(to)
+    device = known.device.kind if known is not None else "cpu"
+    found = probes.probe_store(device=device) if via == "store" else probes.probe_group(to)
     speed, latency = found.bytes_per_second / 1e9, found.latency_seconds * 1e6
     say(f"{found.via}: {latency:.0f} us, then {speed:.2f} GB/s")
     if profile and known:

@@ -1,8 +1,9 @@
 """How fast a worker's values travel: to the store in shared memory, or to a peer of its process group.
 
 A message of n bytes takes latency + n / bytes_per_second one way; the line is fitted as a profile's is.
-Through the store, one way is half of a push and the pull after it, both with all that they do: the SGD step,
-the version. In a process group it is half of a message and its echo, by torch's gloo over TCP.
+Through the store, one way is half of what a worker's step takes more than the same step in torch: push, pull
+and SGD step, hooks, copies to and from the device, and the worker's own Python. In a process group it is half
+of a message and its echo, by torch's gloo over TCP.
 """
 
 from __future__ import annotations
@@ -11,47 +12,90 @@ import datetime
 import multiprocessing
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-import numpy as np
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from pyps.errors import InputError
 from pyps.formats import Link
-from pyps.native.values import Hyper
 from pyps.profiler.fit import link_model
-from pyps.store.store import Store
 
 SIZES_BYTES = tuple(1 << k for k in range(12, 26))  # 4 KiB to 32 MiB
-REPEATS = 15
+REPEATS, WARM_UP = 15, 8
+LEAST_SECONDS = 1e-7  # where a worker's step is as fast as torch's
 TIMEOUT_SECONDS = 60.0
 
 T = TypeVar("T")
 
 
-def probe_store(sizes: Sequence[int] = SIZES_BYTES, repeats: int = REPEATS) -> Link:
-    """The way to a store on this machine. sizes in bytes. Raises StoreError, as OutOfSpace."""
-    seconds = {size: _store_seconds(size, repeats) for size in sizes}
+def probe_store(sizes: Sequence[int] = SIZES_BYTES, repeats: int = REPEATS, device: str = "cpu") -> Link:
+    """The way of a worker on this device to a store on this machine. sizes in bytes. Raises StoreError, as
+    OutOfSpace.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a push has by default
+    try:
+        seconds = {size: _store_seconds(size, repeats, device) for size in sizes}
+    finally:
+        torch.set_num_threads(threads)
     return link_model("store", seconds)
 
 
-def _store_seconds(size: int, repeats: int) -> list[float]:
-    """Half of a push and a pull of a store of `size` bytes, a few times."""
-    found = []
-    values, hyper = {"w": np.zeros(size // 4)}, Hyper(lr=0.1)
-    with Store.create(f"link-{os.getpid()}", values, batches=[1], policy="asp", max_participants=1) as store:
-        store.join()
-        flat, _ = store.pull()
-        for _ in range(repeats + 1):
-            store.start()
-            staging = store.stage()
-            staging.flat.fill(1.0)
-            began = time.perf_counter()
-            store.push(staging, 1, hyper)
-            store.pull(flat)
-            found.append((time.perf_counter() - began) / 2)
-    return found[1:]
+def _store_seconds(size: int, repeats: int, device: str) -> list[float]:
+    """Half of what a step of `size` bytes of parameters takes more by a worker, a few times."""
+    plain = _step_seconds(size, repeats, device, _alone)
+    worked = _step_seconds(size, repeats, device, _worked)
+    least = statistics.median(plain)
+    return [max(LEAST_SECONDS, (seconds - least) / 2) for seconds in worked]
+
+
+def _step_seconds(
+    size: int, repeats: int, device: str, run: Callable[[Any, int, Callable[[], None]], None]
+) -> list[float]:
+    """Seconds of each step, warm. run: takes steps, and calls after each."""
+    import torch
+
+    model = torch.nn.Linear(1, size // 8, device=device)  # as many weights as biases
+    ends: list[float] = []
+
+    def ended() -> None:
+        if model.weight.is_cuda:
+            torch.cuda.synchronize(device)
+        ends.append(time.perf_counter())
+
+    run(model, repeats + WARM_UP, ended)
+    return [after - before for before, after in pairwise(ends[WARM_UP - 1 :])]
+
+
+def _alone(model: Any, steps: int, ended: Callable[[], None]) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, 1, device=model.weight.device)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        ended()
+
+
+def _worked(model: Any, steps: int, ended: Callable[[], None]) -> None:
+    import torch
+
+    from pyps.worker.loop import join
+
+    x = torch.ones(1, 1, device=model.weight.device)
+    with join(f"link-{os.getpid()}", 0, batches=[1], samples=steps + 1, policy="asp") as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        for k, _ in enumerate(worker.batches((x.expand(8, 1),))):
+            if k:
+                ended()
+            model(x).sum().backward()
+            worker.step()
 
 
 def probe_group(
