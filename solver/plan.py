@@ -215,7 +215,7 @@ def plan_of(
     per_million = cluster.limits.price_per_million_samples
     tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
     warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
-    warnings += _of_times(cluster, constrained, solution, workers)
+    warnings += _of_times(cluster, ranks, constrained, solution, workers)
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
     efficiency, steps = (
@@ -245,8 +245,28 @@ def plan_of(
     )
 
 
+def _doubtful_gain(
+    ranks: Sequence[PlannedRank], constrained: ConstrainedProblem, solution: ConstrainedSolution
+) -> list[str]:
+    """A warning of a gain over the even split that is within the error of the profiles."""
+    even, _ = even_split(constrained)
+    if not even.seconds or np.array_equal(even_units(constrained), solution.batches):
+        return []
+    gain, error = even.seconds / solution.iteration_seconds - 1, max(_error(rank) for rank in ranks)
+    if gain > error:
+        return []
+    found = f"an even split takes {gain:.1%} longer by the profiles, which are off by {error:.1%}"
+    return [f"{found}: it may be as fast; measure more batches, or run both"]
+
+
+def _error(rank: PlannedRank) -> float:
+    """How far its profile's fit is off, relatively, at a batch that was not measured."""
+    return rank.fit.leave_one_out_error or 0.0
+
+
 def _of_times(
     cluster: Cluster,
+    ranks: Sequence[PlannedRank],
     constrained: ConstrainedProblem,
     solution: ConstrainedSolution,
     workers: Sequence[PlanWorker],
@@ -258,6 +278,7 @@ def _of_times(
         warnings.append(f"an iteration takes {1e3 * first:.4g} ms at first, for up to hundreds, then {ends}")
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
+        warnings += _doubtful_gain(ranks, constrained, solution)
     in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
     if (
         not all(worker.batch for worker in workers)

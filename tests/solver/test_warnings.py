@@ -18,8 +18,10 @@ from pyps.solver.report.warnings import MOST_LINES, Remark, few_of, in_lines
 from pyps.solver.report.whatif import changed
 
 
-def planned(B: int, *seconds: float, **last: Any) -> tuple[list[str], str]:
-    """The warnings, and the verdict, of workers with so many seconds a sample. last: keys of the last one."""
+def planned(B: int, *seconds: float, error: float = 0.0, **last: Any) -> tuple[list[str], str]:
+    """The warnings, and the verdict, of workers with so many seconds a sample. error: of their fits. last:
+    keys of the last one.
+    """
     workers = [WorkerGroup(name=f"w{k}", profile="p.json", max_batch=400) for k in range(len(seconds))]
     workers[-1] = WorkerGroup(name=workers[-1].name, profile="p.json", **last)
     fits = [
@@ -29,6 +31,7 @@ def planned(B: int, *seconds: float, **last: Any) -> tuple[list[str], str]:
             per_sample_seconds=a,
             trusted_min_batch=1,
             trusted_max_batch=999,
+            leave_one_out_error=error,
         )
         for a in seconds
     ]
@@ -54,6 +57,16 @@ def test_many_groups_share_a_line() -> None:
     assert "w1, w2, w3 and 6 more groups should stay out" in verdict
     _, verdict = planned(4000, *[0.001] * 10, max_batch=1000)
     assert "w0, w1, w2 and 6 more groups cannot take more samples; one more" in verdict
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "doubtful"), [(0.11, 0.1, True), (0.11, 0.01, False), (0.1, 0.1, False)]
+)
+def test_a_gain_within_the_error_of_the_profiles_is_doubtful(
+    other: float, error: float, doubtful: bool
+) -> None:
+    warnings, _ = planned(100, 0.1, other, error=error)
+    assert sum("even split" in line for line in warnings) == doubtful
 
 
 @given(st.lists(st.tuples(*[st.sampled_from("abcdefg")] * 2, st.sampled_from("xyz")), max_size=30))
