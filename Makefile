@@ -81,6 +81,9 @@ types: .venv/dev
 bench: .venv/bench
 	$(PY) benchmarks/core.py --docs
 	$(PY) benchmarks/master.py --docs
+	$(PY) benchmarks/look.py --docs
+	$(PY) benchmarks/bus.py --docs
+	$(PY) benchmarks/small_steps.py --docs
 	$(PY) benchmarks/pages.py --docs
 	$(PY) benchmarks/peers.py --docs
 	$(PY) benchmarks/pulls.py --docs

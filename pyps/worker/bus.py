@@ -56,7 +56,7 @@ class Bus(Protocol):
 
     def adopt(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Parameters take values that copies have brought to the device, once these have ended. The next
-        copies to `values` begin after that.
+        copies to the device begin after that. None of either: only that.
         """
 
     def close(self) -> None:
@@ -90,7 +90,8 @@ class AtOnce:
         """They have ended."""
 
     def adopt(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(parameters), list(values))
+        for p, came in zip(parameters, values, strict=True):
+            p.copy_(came)
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -138,7 +139,8 @@ class CudaBus:
 
     def adopt(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         self.wait_for_device()
-        torch._foreach_copy_(list(parameters), list(values))
+        if parameters:
+            torch._foreach_copy_(list(parameters), list(values))
         self._adopted = torch.cuda.current_stream(self._device).record_event()
 
     def close(self) -> None:

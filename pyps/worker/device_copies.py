@@ -127,6 +127,8 @@ class DeviceCopies:
                 self._holds, self._in_model = None, vector
             if self._in_model is vector:
                 return
+            if self._second:
+                self._bus.adopt([], [])  # the model may be in use until now
         for p, place in self._parts:
             self._start(p.detach(), place, vector, place.offset, place.offset + place.elements)
         self._bus.wait_for_device()
