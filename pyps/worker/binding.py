@@ -97,10 +97,15 @@ class Binding:
             early=early and one_place and not direct,
             doubles=overlaps,
         )
-        # What is not overwritten of a staging buffer begins with zeros.
+        # What is not overwritten of a staging buffer begins with zeros; what nothing writes needs them once.
         places = self._direct.overwritten
         places += [place for _, place in copied] if self._buckets is not None else []
-        self._cleared = _others(places, store.layout.flat_elements)
+        self._gaps = _others(store.tensors, store.layout.flat_elements)
+        written = {place.offset for place in places if place.elements}
+        added = [(t.offset, t.elements) for t in store.tensors if t.elements and t.offset not in written]
+        runs = merged(np.array(sorted(added), np.uint64).reshape(-1, 2)).tolist()
+        self._cleared = [slice(first, first + count) for first, count in runs]
+        self._known: dict[int, tuple[StagingBuffer, torch.Tensor]] = {}  # by index
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._staging: torch.Tensor | None = None
         self._kept: list[torch.Tensor | None] = []
@@ -182,13 +187,18 @@ class Binding:
 
     def attach_grads(self, staging: StagingBuffer) -> None:
         """A step begins, whose gradient goes to this staging buffer."""
+        known = self._known.get(staging.index)
+        if known is None or known[0] is not staging:
+            known = self._known[staging.index] = staging, staging.torch()
+            self._pin(staging.flat)
+            for part in self._gaps:
+                staging.flat[part] = 0.0
         for part in self._cleared:
             staging.flat[part] = 0.0
-        self._staging, self._codes = staging.torch(), None
+        self._staging, self._codes = known[1], None
         self._direct.begin(staging)
         for p, _ in self._copied:
             p.grad = None
-        self._pin(staging.flat)
         if self._buckets is not None:
             self._buckets.begin(self._staging if self.half is None else self._half_of(staging, self.half))
 
@@ -292,6 +302,7 @@ class Binding:
     def close(self) -> None:
         """Detach from the staging buffer, unpin memory and remove the hooks of parameters. Idempotent."""
         self.release()
+        self._known.clear()
         self._direct.close()
         if self._buckets is not None:
             self._buckets.close()
