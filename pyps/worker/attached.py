@@ -20,7 +20,7 @@ from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
 from pyps.worker.memory import AnnouncedBudget
-from pyps.worker.onward import Onward
+from pyps.worker.onward import Onward, own_vectors
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.position import RunSchedule
 from pyps.worker.settings import Settings
@@ -126,7 +126,8 @@ def attached(
         halves=local is None and not follows and not links.emulated and _is_exact(store, settings),
     )
     if needs.resizes_batches:
-        extra = (extra_buffers(settings.most_depth) + (local is not None)) * binding.flat.nbytes
+        own = own_vectors(optimizer, settings.depth) if follows else 0
+        extra = (extra_buffers(settings.most_depth) + own + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
         budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
     client = StoreClient(

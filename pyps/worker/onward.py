@@ -13,6 +13,11 @@ from pyps.step.own import ADAM, UnderWay, way_of
 from pyps.worker.differences import BLOCK, OwnMoments
 
 
+def own_vectors(optimizer: Optimizer, depth: int) -> int:
+    """Vectors of parameters that an Onward holds: two moments, and a difference for each step under way."""
+    return 2 + depth if optimizer in ADAM else 0
+
+
 @dataclass(frozen=True)
 class Pushed:
     """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along."""
