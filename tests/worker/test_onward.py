@@ -27,11 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
 EPOCHS = 3
 
 
-def optimizer_of(model: torch.nn.Module, adam: bool = False, **options: Any) -> torch.optim.Optimizer:
+def optimizer_of(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
     """Two groups with rates of their own."""
     weights, *others = model.parameters()
-    if adam:
-        return torch.optim.AdamW(model.parameters(), lr=0.05)
     return torch.optim.SGD([{"params": others}, {"params": [weights], "lr": 0.02}], lr=0.05, **options)
 
 
@@ -93,20 +91,6 @@ def test_the_same_bits_over_the_link(shm: Path, codec: str) -> None:
 def test_without_look_ahead_it_is_sgd_with_a_delay(shm: Path) -> None:
     late = piped("run", 2, policy="hps:lookahead=false", **KINDS["momentum"])
     assert not torch.allclose(late[0], plain(**KINDS["momentum"])[0], atol=2e-3)
-
-
-def test_adam_alone_learns_nearly_as_without_a_pipeline(shm: Path) -> None:
-    def loss(params: list[torch.Tensor]) -> float:
-        model = make_model()
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), params, strict=True):
-                p.copy_(value)
-            return float(loss_of(model, X, Y))
-
-    wanted = loss(plain(adam=True))
-    ends = [loss(piped("run", 4, policy=p, adam=True)) for p in ("hps", "hps:lookahead=false")]
-    ahead, late = (abs(end - wanted) for end in ends)
-    assert ahead < 0.5 * late, (ends, wanted)
 
 
 def test_the_way_of_a_gradient_is_scaled_clipped_and_whole() -> None:
