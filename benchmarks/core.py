@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
-from threads import shared
+from threads import shared, stepping
 
 from pyps import Hyper, Store
 from pyps.native import isa
@@ -205,20 +205,6 @@ def deepspeed_adam(n: int) -> Iterator[Operation]:
         yield Operation(name, size, prepare, against="AdamW push")
 
 
-def stepping(optimizer: Any, gradient: Any, looks: bool = False) -> Call:
-    """A step with a gradient that was written just now, as for our pushes. looks: it refuses one with NaN, by
-    its norm, as torch.nn.utils.clip_grad_norm_ does.
-    """
-    gradient.fill_(1e-3)
-
-    def step() -> None:
-        if looks and not gradient.norm().isfinite():
-            raise FloatingPointError
-        optimizer.step()
-
-    return step
-
-
 def numpy_int8(x: Any) -> tuple[Any, Any]:
     """The codec's formula as one writes it in NumPy."""
     blocks = x[: x.size // 256 * 256].reshape(-1, 256)
@@ -354,12 +340,15 @@ def main() -> None:
     both = concurrent(n, options.rounds)
     lines = [["two threads at once", "one alone, ms", "throughput of two"]]
     lines += [[name, f"{1e3 * alone:.1f}", f"{ratio:.2f} x one"] for name, alone, ratio in both]
-    text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
-    print(f"{text}\n\n{shared(n, options.rounds)}")
+    head = f"{machine()}; {n:,} fp32 parameters.\n\n"
+    text = f"{head}{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
+    threads = head + shared(n, options.rounds)
+    print(f"{text}\n\n{threads}")
     if options.docs:
         if "PYPS_ISA" not in os.environ:
             draw(ours + theirs, times)
         write_section(f"core-{isa()}", text)
+        write_section(f"threads-{isa()}", threads)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""One and two threads that share a worker's chunks: CPU time of the busier one.
+"""One and two threads that share a worker's chunks, and torch's fused step with as many.
 
     python benchmarks/threads.py [--parameters 25000000] [--rounds 9] [--docs]
 
-Walls say little where other processes want the same cores, so this counts what each thread of the process
-ran. With idle cores a call lasts as long as the busier one works. Interleaved rounds, medians with the range.
-With --docs the table goes to docs/results, one for each instruction set.
+Walls of idle cores; where other processes want them too, what the busier thread ran says more: a call lasts
+about as long. Torch's step works in place; the rows "and a look" refuse a gradient with NaN, as a push does.
+Interleaved rounds, medians with the range. With --docs the table goes to docs/results, one for each
+instruction set.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import numpy as np
-from record import machine, table, write_section
+from record import machine, milliseconds, table, write_section
 
 from pyps import Hyper, Store
 from pyps.native import isa
@@ -26,24 +29,38 @@ from pyps.store.staging import StagingBuffer
 COUNTS = (1, 2)
 HYPER = Hyper(lr=1e-3)
 THREAD_CPU_CLOCK = 6  # with a thread's number the clock of its CPU time, as pthread_getcpuclockid makes it
+Times = dict[tuple[str, int], list[tuple[float, float]]]
 
 
-def busy_milliseconds(call: Callable[[], object]) -> float:
-    """CPU time of the thread that ran longest."""
+def spent_by(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock, and those that the thread that worked longest ran."""
 
     def ran() -> dict[int, int]:
         tasks = map(int, os.listdir("/proc/self/task"))
         return {task: time.clock_gettime_ns(~task << 3 | THREAD_CPU_CLOCK) for task in tasks}
 
-    before = ran()
+    before, began = ran(), time.perf_counter()
     call()
-    return max(now - before.get(task, 0) for task, now in ran().items()) / 1e6
+    wall = time.perf_counter() - began
+    return wall, max(now - before.get(task, 0) for task, now in ran().items()) / 1e9
 
 
-def measure(store: Store, rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Milliseconds by operation and threads; one round to warm up is dropped."""
-    flat = np.zeros(store.layout.flat_elements, np.float32)
-    found: dict[tuple[str, int], list[float]] = {}
+def stepping(optimizer: Any, gradient: Any, looks: bool = False) -> Callable[[], None]:
+    """A step with a gradient that was written just now, as for our pushes. looks: it refuses one with NaN, by
+    its norm, as torch.nn.utils.clip_grad_norm_ does.
+    """
+    gradient.fill_(1e-3)
+
+    def step() -> None:
+        if looks and not gradient.norm().isfinite():
+            raise FloatingPointError
+        optimizer.step()
+
+    return step
+
+
+def ours(store: Store, flat: Any, threads: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What a store does, with so many threads; what is not timed is done first."""
 
     def staged() -> StagingBuffer:
         store.start()
@@ -51,33 +68,61 @@ def measure(store: Store, rounds: int) -> dict[tuple[str, int], list[float]]:
         staging.flat.fill(1e-3)
         return staging
 
-    for number in range(rounds + 1):
-        for threads in COUNTS:
-            if store.set_threads(threads) != threads:
-                raise SystemExit(f"{store.name}: found no slot for {threads} threads")
-            times = {"push": busy_milliseconds(partial(store.push, staged(), 1, HYPER))}
-            times["exchange"] = busy_milliseconds(partial(store.exchange, staged(), 1, HYPER, flat))
-            times["pull"] = busy_milliseconds(partial(store.pull, flat))
-            for name, spent in times.items():
-                if number:
-                    found.setdefault((name, threads), []).append(spent)
+    if store.set_threads(threads) != threads:
+        raise SystemExit(f"{store.name}: found no slot for {threads} threads")
+    yield "push", partial(store.push, staged(), 1, HYPER)
+    yield "exchange", partial(store.exchange, staged(), 1, HYPER, flat)
+    yield "pull", partial(store.pull, flat)
+
+
+def torch_step(name: str, parameters: int) -> Callable[[int], Iterator[tuple[str, Callable[[], object]]]]:
+    """Torch's fused step, with so many threads, without and with a look."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(parameters))
+    parameter.grad = torch.full((parameters,), 1e-3)
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+    optimizer = kind([parameter], lr=1e-3, fused=True)  # type: ignore[arg-type]
+
+    def steps(threads: int) -> Iterator[tuple[str, Callable[[], object]]]:
+        torch.set_num_threads(threads)
+        yield "torch, fused", stepping(optimizer, parameter.grad)
+        yield "torch, fused, and a look", stepping(optimizer, parameter.grad, True)
+
+    return steps
+
+
+def measure(optimizer: str, parameters: int, rounds: int) -> Times:
+    """Wall and CPU seconds by operation and threads; one round to warm up is dropped."""
+    found: Times = {}
+    initial = {"w": np.zeros(parameters, np.float32)}
+    name = f"threads-{os.getpid()}-{optimizer}"
+    with ExitStack() as opened:
+        store = opened.enter_context(
+            Store.create(name, initial, batches=[1], policy="asp", optimizer=optimizer)
+        )
+        store.join(0)
+        flat = np.zeros(store.layout.flat_elements, np.float32)
+        rival = torch_step(optimizer, parameters)
+        for number in range(rounds + 1):
+            for threads in COUNTS:
+                for calls in (ours(store, flat, threads), rival(threads)):
+                    for operation, call in calls:
+                        spent = spent_by(call)
+                        if number:
+                            found.setdefault((operation, threads), []).append(spent)
     return found
 
 
 def shared(parameters: int, rounds: int) -> str:
     """The table."""
-    lines = [["shared by two threads", "one, CPU ms (range)", "two, busier one (range)", "one / two"]]
+    lines = [["shared by two threads", "one, ms (range)", "two, ms (range)", "one / two", "busier one's CPU"]]
     for optimizer in ("sgd", "adamw"):
-        initial = {"w": np.zeros(parameters, np.float32)}
-        name = f"threads-{os.getpid()}-{optimizer}"
-        with Store.create(name, initial, batches=[1], policy="asp", optimizer=optimizer) as store:
-            store.join(0)
-            times = measure(store, rounds)
-        for operation in ("push", "exchange", "pull"):
-            one, two = (times[operation, threads] for threads in COUNTS)
-            ratio = statistics.median(one) / statistics.median(two)
-            shown = (f"{statistics.median(t):.1f} ({min(t):.1f} to {max(t):.1f})" for t in (one, two))
-            lines.append([f"{optimizer} {operation}", *shown, f"{ratio:.2f}"])
+        times = measure(optimizer, parameters, rounds)
+        for operation in dict.fromkeys(name for name, _ in times):
+            walls, ran = ([[t[k] for t in times[operation, n]] for n in COUNTS] for k in range(2))
+            ratios = [f"{statistics.median(t[0]) / statistics.median(t[1]):.2f}" for t in (walls, ran)]
+            lines.append([f"{optimizer} {operation}", *map(milliseconds, walls), *ratios])
     return table(lines)
 
 
