@@ -178,6 +178,39 @@ def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: 
     return [seconds for _, seconds in timer.finished()]
 
 
+def balanced_gan(group: dist.ProcessGroup, speeds: list[float], steps: int, of: int) -> dict[str, Any]:
+    """A GAN's loop with two optimizers. of: whose hook the Rebalancer has: 1 for the critic's."""
+    rank = dist.get_rank(group)
+    makes, judges = (
+        DistributedDataParallel(model.to(DEVICE), process_group=group)
+        for model in (nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    )
+    hooks = [weighted_hook(model) for model in (makes, judges)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (makes, judges)]
+    sampler = UnevenBatchSampler(BATCH * steps, [BATCH // 2] * 2, rank)
+    balance = Rebalancer(sampler, hooks[of])
+    balance.timer = EmulatedTimer(pace(speeds[rank], False))  # type: ignore[assignment]
+    seen: list[int] = []
+    for rows in sampler:
+        seen += rows
+        made = makes(torch.ones(len(rows), 4, device=DEVICE))
+        real = torch.ones(len(rows), 8, device=DEVICE)
+        for optimizer, loss in (
+            (optimizers[1], lambda r=real, m=made: judges(r).mean() - judges(m.detach()).mean()),
+            (optimizers[0], lambda m=made: judges(m).mean()),
+        ):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        balance.step()
+    return {
+        "seen": seen,
+        "split": list(sampler.split),
+        "changes": len(balance.history),
+        "trained": sampler.trained,
+    }
+
+
 def store_is_gone(group: dist.ProcessGroup) -> list[str]:
     """What a step says whose decision cannot be read, and the next step."""
 

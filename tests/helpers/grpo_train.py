@@ -1,4 +1,5 @@
-"""Ranks of UnevenGRPOTrainer: each step's gradient beside that of one process, for each type of loss.
+"""Ranks of UnevenGRPOTrainer: each step's gradient and that of one process, for each type of loss in LOSSES.
+Then what is refused, one line each.
 
 One process: the completions of all ranks, advantages by the formula from the rewards of each prompt's group,
 and the loss by its definition. A prompt's completions must all be of one rank.
@@ -20,9 +21,19 @@ from trl import GRPOConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "fine_tune"))
 from grpo import GROUP, network, prompts, reward, tokenizer
 
+from pyps.errors import InputError
 from pyps.torch.trl import UnevenGRPOTrainer
 
 KEPT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+REFUSED: tuple[
+    dict[str, Any], ...
+] = (  # what would compare or average rows of several ranks, or serve several steps
+    {"num_iterations": 2},
+    {"steps_per_generation": 4},
+    {"scale_rewards": "batch"},
+    {"top_entropy_quantile": 0.5},
+    {"multi_objective_aggregation": "normalize_then_sum"},
+)
 
 
 class Compared(TrainerCallback):  # type: ignore[misc]
@@ -95,7 +106,7 @@ def loss_of(model: Any, batches: list[Any], loss_type: str, longest: int) -> tor
     return each.sum() / lengths.sum()  # bnpo and dapo
 
 
-def trained(loss_type: str, plan: list[int] | None, folder: str) -> Compared:
+def trained(loss_type: str, plan: list[int] | None, folder: str, **more: Any) -> Compared:
     options = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -110,6 +121,7 @@ def trained(loss_type: str, plan: list[int] | None, folder: str) -> Compared:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        **more,
     )
     run = UnevenGRPOTrainer(
         network(),
@@ -132,6 +144,12 @@ def main() -> None:
         if dist.get_rank() == 0:
             last = seen.run.state.log_history[-2]
             print(loss_type, f"{seen.worst:.3g}", seen.steps, sorted(seen.rows), round(last["num_tokens"]))
+    for more in REFUSED:
+        try:
+            trained("grpo", [6, 2], os.environ["OUT"], **more)
+        except InputError as error:
+            if dist.get_rank() == 0:
+                print("refused", *more, error)
 
 
 main()

@@ -52,6 +52,9 @@ def test_prompts_stay_whole_and_the_gradient_is_one_process(tmp_path: Path) -> N
     found = re.findall(r"^(\w+) (\S+) 4 \[\(24, 8\)\]", said, re.MULTILINE)
     assert [loss for loss, _ in found] == losses
     assert all(float(worst) < IN_FLOAT32 for _, worst in found), found
+    refused = re.findall(r"^refused (\w+) UnevenPrompts: .*; expected", said, re.MULTILINE)
+    options = ["num_iterations", "steps_per_generation", "scale_rewards", "top_entropy_quantile"]
+    assert refused == [*options, "multi_objective_aggregation"], said
 
 
 def test_the_example_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

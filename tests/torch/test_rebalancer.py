@@ -217,6 +217,16 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed:
 
 
 @pytest.mark.timed
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_gan_s_samples_move_to_the_fast_device(ranks: Ranks, of: int) -> None:
+    """Two optimizers and three reductions a step, whichever model's hook the Rebalancer has."""
+    slow, quick = ranks.run(2, jobs.balanced_gan, [3.0, 1.0], 40, of)
+    assert slow["split"] == quick["split"] == [14, 50]  # 0.0498 and 0.049 s
+    assert slow["changes"] == quick["changes"] >= 1
+    assert slow["trained"] == quick["trained"] == 40
+    assert sorted(slow["seen"] + quick["seen"]) == list(range(40 * jobs.BATCH))
+
+
 @pytest.mark.parametrize("meets", [False, True])
 def test_the_waits_of_a_gan_s_two_reductions_are_not_own_time(ranks: Ranks, meets: bool) -> None:
     slow, quick = ranks.run(2, jobs.timed_gan, 0.1, 4, meets)
