@@ -14,7 +14,7 @@ from pyps.native import local
 from pyps.native.values import PushRequest, PushResult
 from pyps.worker import attached, binding
 from pyps.worker.binding import Binding
-from pyps.worker.bus import Bus, Emulated
+from pyps.worker.bus import Bus, Emulated, greatest_of
 from pyps.worker.loop import Worker, join
 from pyps.worker.step import Step
 from pyps.worker.transport import Transport
@@ -149,3 +149,16 @@ def test_halves_that_are_not_finite_are_refused_as_ever(shm: Path) -> None:
             assert (worker.step() is None) == (k == 2)
         assert (worker.steps, worker.skipped) == (5, 1)
         assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_look_finds_every_value_that_is_not_finite(kind: torch.dtype) -> None:
+    values = torch.full((70_000,), torch.finfo(kind).max, dtype=kind)
+    values[::2] = -torch.finfo(kind).tiny
+    assert greatest_of(values) == 0.0
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for at in (0, 65_536, 69_999):
+            one = values.clone()
+            one[at] = bad
+            assert greatest_of(one) == torch.inf
+    assert greatest_of(values[:0]) == 0.0
