@@ -3,13 +3,15 @@
 An exchange tells of ranges of the flat vector that are final (pyps_exchange_arriving). Their copies go on the
 bus at once, so that the last ones leave when the exchange ends. In a pipeline the model is in use meanwhile:
 copies go to a second set of parameters on the device, which the model takes between two steps. What is not of
-fp32 crosses the bus in its own type, half of the bytes in bf16; fp32 stays on the host.
+fp32 crosses the bus in its own type, half of the bytes in bf16; fp32 stays on the host, where a thread
+rounds what arrives while the exchange goes on.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pyps.native.values import Tensor
-from pyps.worker.bus import Bus
+from pyps.worker.background import BackgroundThread
+from pyps.worker.bus import AtOnce, Bus
 
+CLOSE_SECONDS = 10.0  # that the last roundings may take
 Pin = Callable[[NDArray[Any]], object]
 
 
@@ -60,6 +64,9 @@ class DeviceCopies:
                 pin(whole.view(torch.uint8).numpy())
                 self._types[p.dtype] = whole
         self._second = [torch.empty_like(p.detach()) for p, _ in self._parts] if early and doubles else []
+        rounds = self._early and bool(self._types) and not isinstance(bus, AtOnce)
+        self._rounding: BackgroundThread[None] | None = BackgroundThread("pyps-rounding") if rounds else None
+        self._submitted = 0  # to it, whose end was not awaited
         self._next = 0  # of the parts: those before are on their way
         self._told = 0  # how much of the vector has arrived
         self._holds: HostVector | None = None  # that the last transfer has brought to the second set
@@ -79,7 +86,14 @@ class DeviceCopies:
             self._holds, self._next, self._told = None, 0, 0
             if not self._second:
                 self._in_model = None
+                self._bus.adopt([], [])  # the model was in use until now
+        self._await_rounding()
         self._bus.settle()
+
+    def _await_rounding(self) -> None:
+        while self._submitted and self._rounding is not None:
+            self._submitted -= 1
+            self._rounding.take()
 
     @torch.no_grad()
     def arrived(self, vector: HostVector, first: int, count: int) -> None:
@@ -89,7 +103,12 @@ class DeviceCopies:
             targets = self._second or [p.detach() for p, _ in self._parts]
             while self._early and self._next < len(self._parts):
                 place = self._parts[self._next][1]
-                self._start(targets[self._next], place, vector, first, end)
+                job = partial(self._start, targets[self._next], place, vector, first, end)
+                if self._rounding is None:
+                    job()
+                else:
+                    self._submitted += 1
+                    self._rounding.submit(job)
                 if place.offset + place.elements > end:
                     return
                 self._next += 1
@@ -100,6 +119,7 @@ class DeviceCopies:
             return
         if self._next < len(self._parts):
             self.arrived(vector, self._told, vector.array.size - self._told)
+        self._await_rounding()
         with self._lock:
             if self._second:
                 self._holds = vector
@@ -111,6 +131,8 @@ class DeviceCopies:
         """Copy nothing from now on; what is under way has ended. Idempotent."""
         with self._lock:
             self._early = False
+        if self._rounding is not None:
+            self._rounding.close(_nothing, CLOSE_SECONDS)
         self._bus.settle()
         self._bus.close()
 
@@ -127,14 +149,14 @@ class DeviceCopies:
                 self._holds, self._in_model = None, vector
             if self._in_model is vector:
                 return
-            if self._second:
-                self._bus.adopt([], [])  # the model may be in use until now
+            self._bus.adopt([], [])
         for p, place in self._parts:
             self._start(p.detach(), place, vector, place.offset, place.offset + place.elements)
         self._bus.wait_for_device()
         self._bus.settle()
         self._in_model = vector if self._early else None
 
+    @torch.no_grad()
     def _start(self, to: torch.Tensor, place: Tensor, vector: HostVector, first: int, end: int) -> None:
         """Begin the copy of what lies in this range; of what is not contiguous, when all of it is there."""
         lo, hi = max(first, place.offset), min(end, place.offset + place.elements)
@@ -151,3 +173,7 @@ class DeviceCopies:
             self._bus.start_to_device(to[begin : begin + hi - lo], values)
         else:
             self._bus.start_to_device(to, values.view(to.shape))
+
+
+def _nothing() -> None:
+    """After the last rounding."""
