@@ -1,6 +1,7 @@
 """Plans made from half of what others measured, valued on all of it.
 
     python benchmarks/outside.py [--seeds 20] [--family NAME] [--docs]
+    python benchmarks/outside.py --cliffs [--seeds 20] [--docs]
 
 Every device has a curve: seconds a step by batch. The planner sees every second point of it. Its split is
 timed on the whole curve, and compared with the fastest split of the whole curve: 1.00 is the best that can
@@ -23,6 +24,10 @@ times as long), a cache that is left (a tail), a wandering efficiency, and multi
 multiples of 8 take 1.15 to 1.5 times as long. Of such devices the planner sees the sizes that pyps-profile
 measures: round ones, and one of 5 or two of 9 just below.
 
+--cliffs says how good a plan can be that does not know where between two points a cliff is, and knows all
+else exactly: the points without noise, the curve on both sides, how high the cliff is. It counts on a cliff
+after some share of the gap, and the table has several shares.
+
 A batch that the planner did not see lies within the fit's 90 % band, or not: `in band` counts these.
 """
 
@@ -34,7 +39,7 @@ import csv
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +162,20 @@ PLANNERS: Mapping[str, Callable[[Measured], Known]] = {
     "line": fitted_line,
 }
 EVEN = "even"
+SHARES = 0.0, 0.1, 0.2, 0.3, 0.5
+
+
+def all_but_the_place(curve: Curve, share: float) -> Known:
+    """The truth of a curve of cliffs, but the cliff after this share of the gap in which it is."""
+    batch = np.arange(1, curve.seen[-1][0] + 1)
+    seconds = np.array([curve.truth.seconds(int(b)) for b in batch])
+    late = slice(len(batch) // 4, None)  # no cliff is earlier
+    last = len(batch) // 4 + int(np.argmax(np.diff(seconds[late])))  # place of the last batch below the cliff
+    gap = [[b for b, _ in curve.seen if b <= batch[last]], [b for b, _ in curve.seen if b > batch[last]]]
+    low, high = gap[0][-1], gap[1][0]
+    factor = seconds[last + 1] / (2 * seconds[last] - seconds[last - 1])
+    line = np.where(batch > batch[last], seconds / factor, seconds)
+    return Known(_table(batch, np.where(batch > low + share * (high - 1 - low), factor, 1.0) * line))
 
 
 # ---- curves ----
@@ -324,8 +343,11 @@ def within(band: Sequence[tuple[int, float, float]], batch: int, seconds: float)
 
 
 def cases(family: str, seeds: int) -> list[Case]:
-    """Clusters of two to six devices, at a fifth to nine tenths of all that fits them."""
-    found = []
+    return [case(curves, total) for curves, total in clusters(family, seeds)]
+
+
+def clusters(family: str, seeds: int) -> Iterator[tuple[list[Curve], int]]:
+    """Two to six devices, and a global batch of a fifth to nine tenths of all that fits them."""
     for seed in range(seeds):
         luck = np.random.default_rng(seed)
         make = spread if family in SPREAD else generated
@@ -336,8 +358,7 @@ def cases(family: str, seeds: int) -> list[Case]:
             total = int(sum(curve.largest for curve in curves) * luck.uniform(0.2, 0.9))
             if any(curve.off > 1 for curve in curves):  # as people choose it for such devices
                 total = max(1, total // MULTIPLE) * MULTIPLE
-            found.append(case(curves, total))
-    return found
+            yield curves, total
 
 
 # ---- what it came to ----
@@ -386,14 +407,36 @@ def row(family: str, found: Sequence[Case]) -> list[str]:
     return [*cells, *tails, f"{max(mine):.2f}", f"{off:.1%}", f"{points:.1%}", f"{held_by_bands(found):.0%}"]
 
 
+def without_the_place(seeds: int) -> str:
+    """The table of plans that know all of a cliff but its place."""
+    rows = [["curves", "clusters", "pyps", "interpolation", *(f"{share:.0%}" for share in SHARES)]]
+    for family in ("cliffs 5", "cliffs 9"):
+        found = []
+        for curves, total in clusters(family, seeds):
+            most = [curve.largest for curve in curves]
+            best = fastest(curves, total, most)
+            known = [[planner(curve.seen) for curve in curves] for planner in (blended, interpolated)]
+            known += [[all_but_the_place(curve, share) for curve in curves] for share in SHARES]
+            found.append([iteration(curves, plan(one, total, most)) / best for one in known])
+        rows.append([family, str(len(found)), *(f"{mean:.3f}" for mean in np.mean(found, axis=0))])
+    return table(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--family", choices=FAMILIES)
+    parser.add_argument("--cliffs", action="store_true", help="plans that know all of a cliff but its place")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
+    if options.cliffs:
+        text = f"{machine()}. {options.seeds} seeds.\n\n{without_the_place(options.seeds)}"
+        print(text)
+        if options.docs:
+            write_section("outside-cliffs", text)
+        return
     tails = ["p90", "interpolation's", "worst", "plans off", "points off", "in band"]
     heading = ["curves", "clusters", *PLANNERS, EVEN, *tails]
     rows, short = [heading], []
