@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +32,11 @@ from pyps.formats import (
     write_json,
 )
 from pyps.profiler.select import fit_of
-from pyps.solver.auto_batch import best_global_batch
+from pyps.solver.auto_batch import BatchPoint, best_global_batch, front_over_batches
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
+from pyps.solver.costs import Floats
 from pyps.solver.job import limits_of_set
+from pyps.solver.milp.pareto import ParetoPoint, pareto_front
 from pyps.solver.plan import each_rank, plan_ranks
 from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
@@ -253,11 +256,13 @@ def pareto(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the front to FILE, PNG or SVG.")
     ] = None,
+    batches: Annotated[
+        bool, typer.Option("--batches", help="Choose the global batch, too: of useful samples, by [goodput].")
+    ] = False,
     as_json: JsonOnly = False,
 ) -> None:
     """List the Pareto front of time and price: the choices of workers that no other beats in both."""
-    from pyps.cli.plan_view import show_pareto, working
-    from pyps.solver.milp.pareto import pareto_front
+    from pyps.cli.plan_view import show_batches, show_pareto, working
 
     read = read_cluster(cluster)
     not_an_input("--picture", picture, inputs_of(cluster, read))
@@ -269,35 +274,62 @@ def pareto(
         unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
         field = f"worker[{unpriced}].price_per_hour"
         raise InputError(str(cluster), field, "nothing", "a price for each group")
-    with working("computing the front") as progress:
-        points = []
-        pace = pace_of(cluster, read)
-        ranks = at_quantile(read, ranks, pace)
-        for point in pareto_front(planning_problem(read, ranks, pace), price):
-            points.append(point)
-            progress(f"computing the front: {len(points)} points")
+    with working("computing the front") as progress, names_file(cluster):
+        points, front = _front(cluster, read, ranks, price, batches, progress)
     if picture is not None:
         from pyps.solver.report.plots import draw_pareto
 
         draw_pareto(points, picture)
         say(f"wrote {picture}", stderr=True)
+    names = [rank.group.name for rank in ranks]
     if as_json:
-        rows = [
-            {
-                "iteration_seconds": point.solution.iteration_seconds,
-                "price_per_hour": point.price_per_hour,
-                "price_per_million_samples": point.price_per_million_samples,
-                "batches": [
-                    batch // rank.group.ranks_each
-                    for batch, rank in zip(point.solution.batches.tolist(), ranks, strict=True)
-                    for _ in range(rank.group.ranks_each)
-                ],
-            }
-            for point in points
-        ]
+        rows = [_row(point, ranks) for point in points]
+        for row, one in zip(rows, front, strict=False):
+            row["global_batch"] = one.global_batch
+            row["seconds_per_million_useful"] = one.seconds_per_million
+            row["price_per_million_useful"] = one.price_per_million
         sys.stdout.write(encode(rows).decode())
+    elif batches:
+        show_batches(front, names, read.job.unit)
     else:
-        show_pareto(points, [rank.group.name for rank in ranks], read.job.unit)
+        show_pareto(points, names, read.job.unit)
+
+
+def _front(
+    path: Path,
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    price: Floats,
+    batches: bool,
+    progress: Callable[[str], None],
+) -> tuple[list[ParetoPoint], list[BatchPoint]]:
+    """The points of the front; if it is one over global batches, these, too."""
+    pace = pace_of(path, cluster)
+    ranks = at_quantile(cluster, ranks, pace)
+    if batches:
+        front = front_over_batches(
+            cluster, ranks, price, pace, lambda batch: progress(f"computing the front of batch {batch}")
+        )
+        return [one.point for one in front], front
+    points = []
+    for point in pareto_front(planning_problem(cluster, ranks, pace), price):
+        points.append(point)
+        progress(f"computing the front: {len(points)} points")
+    return points, []
+
+
+def _row(point: ParetoPoint, ranks: Sequence[PlannedRank]) -> dict[str, Any]:
+    """A point of a front, for JSON."""
+    return {
+        "iteration_seconds": point.solution.iteration_seconds,
+        "price_per_hour": point.price_per_hour,
+        "price_per_million_samples": point.price_per_million_samples,
+        "batches": [
+            batch // rank.group.ranks_each
+            for batch, rank in zip(point.solution.batches.tolist(), ranks, strict=True)
+            for _ in range(rank.group.ranks_each)
+        ],
+    }
 
 
 def fitted_profiles(cluster: Cluster) -> list[Profile]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from pyps.cli.terminal import terminal
 from pyps.formats import Plan, PlanWorker, RunMode, Unit
 from pyps.formats.mode import CODEC_BITS
+from pyps.solver.auto_batch import BatchPoint
 from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
 from pyps.solver.report.explain import Explanation
@@ -212,14 +213,31 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
         table.add_column(title, justify="right")
     table.add_column("workers")
     for point in points:
-        counts: dict[str, int] = {}
-        for name, batch in zip(names, point.solution.batches.tolist(), strict=True):
-            if batch:
-                counts[name] = counts.get(name, 0) + 1
-        used = ", ".join(f"{name} x {count}" for name, count in counts.items())
         prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
-        table.add_row(ms(point.solution.iteration_seconds), *prices, Text(used))
+        table.add_row(ms(point.solution.iteration_seconds), *prices, _used(point, names))
     terminal(highlight=True).print(table)
+
+
+def show_batches(front: Sequence[BatchPoint], names: Sequence[str], unit: Unit) -> None:
+    """As `show_pareto`, of a front over global batches; both figures are of useful samples."""
+    table = Table(box=None, header_style="bold")
+    for title in ("global batch", "iteration", f"hours/million {unit}", f"price/million {unit}"):
+        table.add_column(title, justify="right")
+    table.add_column("workers")
+    for one in front:
+        figures = f"{one.seconds_per_million / 3600:.4g}", f"{one.price_per_million:.4g}"
+        seconds = ms(one.point.solution.iteration_seconds)
+        table.add_row(str(one.global_batch), seconds, *figures, _used(one.point, names))
+    terminal(highlight=True).print(table)
+
+
+def _used(point: ParetoPoint, names: Sequence[str]) -> Text:
+    """The number of workers in use, by group."""
+    counts: dict[str, int] = {}
+    for name, batch in zip(names, point.solution.batches.tolist(), strict=True):
+        if batch:
+            counts[name] = counts.get(name, 0) + 1
+    return Text(", ".join(f"{name} x {count}" for name, count in counts.items()))
 
 
 def show_next(found: NextSizes) -> None:

@@ -407,8 +407,8 @@ def _knapsack(
         more = float(box.high[k] - box.low[k])
         if need[k]:
             more = min(more, left / need[k])
-        more = min(more, (enough - total) / worth[k])
+        more = max(0.0, min(more, (enough - total) / worth[k]))  # rounding put a level below its box
         levels[k] += more
-        left = max(0.0, left - more * need[k])  # below 0 by rounding, a level would be below its box
+        left -= more * need[k]
         total += more * worth[k]
     return total, levels

@@ -227,6 +227,19 @@ def test_prices_fall_along_the_pareto_front(shell: Shell) -> None:
     assert "worker[1].price_per_hour" in silent.err
 
 
+def test_a_front_over_global_batches(shell: Shell) -> None:
+    small = CLUSTER.replace("max_batch = 128", "max_batch = 20").replace("max_batch = 256", "max_batch = 20")
+    done = shell("pareto", "cluster.toml", "--batches", "--json", text=small)
+    assert done.code == 0, done.err
+    points = json.loads(done.out)
+    seconds = [point["seconds_per_million_useful"] for point in points]
+    assert seconds == sorted(seconds)
+    assert all(sum(point["batches"]) == point["global_batch"] for point in points)
+    assert "hours/million" in shell("pareto", "cluster.toml", "--batches", text=small).out
+    without = shell("pareto", "cluster.toml", "--batches", text=small.replace("[goodput]", "[spot]", 1))
+    assert without.code == 2
+
+
 def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
     done = shell("cluster.toml", "--timeline", "time.png", "--ring", "ring.svg", "--curves", "c")
     assert done.code == 0

@@ -182,3 +182,20 @@ def test_the_order_of_the_workers_decides_nothing(seed: int) -> None:
     again = solve_constrained(turned).batches[place]
     for kind in constrained.kinds():
         assert sorted(batches[kind].tolist()) == sorted(again[kind].tolist())
+
+
+def test_rounding_does_not_send_the_search_round_in_circles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four devices, used alone, at a power cap or in pairs: a few hundred boxes settle each front."""
+    monkeypatch.setattr(kinds, "MOST_BOXES", 500)
+    like = np.repeat([0, 1, 2], [4, 4, 2])
+    costs = Costs.lines(
+        np.array([0.0059, 0.0065, 0.0047])[like], np.array([0.0005, 0.00058, 0.00028])[like], np.zeros(10)
+    )
+    devices, price = np.array([1.0, 1.0, 2.0])[like], np.array([2.0, 1.4, 4.4])[like]
+    for total in range(200, 1000, 40):
+        problem = Problem.of(costs, total, max_batch=[256] * 10)
+        for budget in (1.4, 2.8, 4.2, 4.8, 5.6, 6.2, 8.0):
+            limits = (Limit("devices", devices, 4.0), Limit("price_per_hour", price, budget))
+            kinds.fastest(ConstrainedProblem(problem, Sync.of("none", 10), limits))
+            goal = ConstrainedProblem(problem, Sync.of("none", 10), limits[:1])
+            kinds.cheapest(goal, price, 0.01 * budget)
