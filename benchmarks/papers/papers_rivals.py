@@ -8,7 +8,7 @@ from pathlib import Path
 from acceptance import BOTH, PLANNED, SAPS, UNIFORM_MARGIN, Criterion, Findings, result_tables
 from tuning import Budget, Competitor, TuningScenario, tune_all
 
-CLUSTERS = ("three-types", "five", "heavy")
+CLUSTERS = ("three-types", "five")
 SHARES = (2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18)  # of the planned batches' time
 COUNTS = (1, 2, 3, 4, 6, 8, 12)
 ANYTIME = Competitor("Anytime Minibatch", tuple(f"anytime:share={s}" for s in SHARES), planned=True)
