@@ -34,7 +34,11 @@ TESTED = {  # of tests/torch, by feature and trainer
         "DDP": f"{CHECKPOINTS}::test_another_number_of_ranks_goes_on_and_takes_every_sample_once",
         "FSDP2": f"{SHARDED}::test_other_ranks_go_on_and_take_every_sample_once",
     },
-    "AdaptiveBatch": {"DDP": "test_adaptive.py::test_ranks_agree_and_see_every_sample_once"},
+    "AdaptiveBatch": {
+        "DDP": "test_adaptive.py::test_ranks_agree_and_see_every_sample_once",
+        "Accelerate": "test_adaptive.py::test_in_a_library_s_loop[Accelerate-accelerate]",
+        "Fabric": "test_adaptive.py::test_in_a_library_s_loop[Fabric-lightning]",
+    },
     "torchft, replicas die": {"DDP": "test_torchft.py"},
     "LoRA (PEFT, TRL)": {"transformers": "test_fine_tune.py::test_each_step_has_the_gradient_of_one_process"},
     "GRPO (TRL)": {

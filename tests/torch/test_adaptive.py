@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
+from ranks import Ranks, run_script
 
 from pyps.errors import InputError
 from pyps.solver import Line
@@ -70,6 +71,19 @@ def test_ranks_agree_and_see_every_sample_once(ranks: Ranks) -> None:
     assert jobs.RATE < first["rates"][-1] < jobs.RATE * first["batches"][-1] / 32
     for one, other in zip(first["samples"], second["samples"], strict=True):
         assert sorted(one + other) == list(range(jobs.LENGTH))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("library", "module"), [("Accelerate", "accelerate"), ("Fabric", "lightning")])
+def test_in_a_library_s_loop(library: str, module: str) -> None:
+    pytest.importorskip(module)
+    script = Path(__file__).resolve().parents[1] / "helpers" / "adaptive_train.py"
+    epochs = json.loads(run_script(script, 2, LIBRARY=library, OMP_NUM_THREADS="1").splitlines()[-1])
+    batches, samples, errors, rates = zip(*epochs, strict=True)
+    assert batches[0] == 24 < batches[-1] <= 96
+    assert set(samples) == {720}  # each once an epoch
+    assert max(errors) < 1e-12
+    assert all((b > 24) == (rate > 0.02) for b, rate in zip(batches, rates, strict=True))
 
 
 def test_a_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
