@@ -167,12 +167,12 @@ SHARES = 0.0, 0.1, 0.2, 0.3, 0.5
 
 def all_but_the_place(curve: Curve, share: float) -> Known:
     """The truth of a curve of cliffs, but the cliff after this share of the gap in which it is."""
-    batch = np.arange(1, curve.seen[-1][0] + 1)
+    batch = np.arange(1, curve.largest + 1)
     seconds = np.array([curve.truth.seconds(int(b)) for b in batch])
     late = slice(len(batch) // 4, None)  # no cliff is earlier
     last = len(batch) // 4 + int(np.argmax(np.diff(seconds[late])))  # place of the last batch below the cliff
-    gap = [[b for b, _ in curve.seen if b <= batch[last]], [b for b, _ in curve.seen if b > batch[last]]]
-    low, high = gap[0][-1], gap[1][0]
+    low = max(b for b, _ in curve.seen if b <= batch[last])
+    high = min([b for b, _ in curve.seen if b > batch[last]], default=curve.largest)
     factor = seconds[last + 1] / (2 * seconds[last] - seconds[last - 1])
     line = np.where(batch > batch[last], seconds / factor, seconds)
     return Known(_table(batch, np.where(batch > low + share * (high - 1 - low), factor, 1.0) * line))
