@@ -1,5 +1,5 @@
 """Whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn,transformer]
-[--docs].
+[--scale 1] [--docs].
 
 For each model, on one CPU thread:
 
@@ -142,8 +142,9 @@ def run_plan(
     return Run(tuple(w.batch for w in plan.workers), plan.iteration_seconds, measured)
 
 
-def measure(model: str) -> Prediction:
-    largest = LARGEST[model]
+def measure(model: str, scale: float) -> Prediction:
+    """scale: of the model's largest batch."""
+    largest = max(16, round(LARGEST[model] * scale))
     alone = profile_model(model, batches=sizes(largest), threads=1, repeats=REPEATS, notify=print)
     fit = alone.fit
     assert fit is not None
@@ -156,13 +157,14 @@ def measure(model: str) -> Prediction:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--scale", type=float, default=1.0, help="of batches: 0.01 for short steps")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     heading = "model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"
     rows, found = [[*heading, "others"]], []
     for model in options.models.split(","):
         with others_share() as others:
-            one = measure(model)
+            one = measure(model, options.scale)
         found.append(one)
         errors = np.abs(one.held_out)
         rows.append(
