@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import machine, milliseconds, seconds_of, table, write_section
+from record import machine, milliseconds, others_share, seconds_of, table, write_section
 from torch import nn
 
 import pyps
@@ -147,11 +147,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [["model", "steps", "compute, ms", "bus, both ways", "transfer", "step, ms", "bound"]]
-    for kind in options.types:
-        for optimizer in options.optimizers:
-            rows += rows_of(options, kind, optimizer)
+    with others_share() as others:
+        for kind in options.types:
+            for optimizer in options.optimizers:
+                rows += rows_of(options, kind, optimizer)
     speed = f"a bus of {options.rate:g} GB/s each way; one thread copies {memcpy_rate() / 1e9:.1f} GB/s"
-    text = f"{machine()}; {speed}.\n\n{table(rows)}"
+    text = f"{machine()}, others {others[0]:.0%}; {speed}.\n\n{table(rows)}"
     print(text)
     if options.docs:
         write_section("bus", text)
