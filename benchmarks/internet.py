@@ -1,10 +1,12 @@
 """A thousand unlike workers behind unlike links, where one dies every few seconds, in virtual time:
 
-    python benchmarks/internet.py [--workers 1000] [--hours 6] [--docs]
+    python benchmarks/internet.py [--workers 1000] [--hours 6] [--seeds 3] [--ways 0,5] [--keep FILE] [--docs]
+    python benchmarks/internet.py --loss [--workers 100] [--ways ...] [--keep FILE] [--docs]
 
 Forty places with links of 10 Mbit/s to 1 Gbit/s and 5 to 200 ms, five kinds of devices of speeds 1 to 8.
 Each worker dies once an hour and is away for ten minutes; a tenth leave for good, and as many others join.
-`pyps-plan` plans each way to train; the C core decides, and the clock is virtual.
+`pyps-plan` plans each way to train; the C core decides, and the clock is virtual. With --loss fewer workers
+of the same kinds learn, for the time to a loss. --keep adds what was found to a file: parts may run apart.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from record import machine, table, write_section
 
-from pyps.simulate import Result, Scenario, scenario_of, simulate
+from pyps.simulate import LocalOptimizer, Logistic, Result, Scenario, scenario_of, simulate
 from pyps.store.policies import Policy, policy_named
 
 PAGE = "internet.md"
@@ -36,6 +39,7 @@ SERVERS, SERVER_MEGABITS = 4, 1000.0
 LIFE, AWAY, GONE, NOTICED = 3600.0, 600.0, 0.1, 10.0
 MEGABIT = 1e6 / 8  # bytes
 PATIENCE = 36_000.0  # the round timeout
+LOSS, SAMPLES, RATES = 0.5, 20_000, (0.03, 0.1, 0.3, 1.0)  # of what is learned
 
 
 @dataclass(frozen=True)
@@ -150,41 +154,96 @@ def restarted(result: Result, workers: int) -> float:
     return result.useful_share * exponent / math.expm1(exponent)
 
 
-def useful(work: tuple[Way, int, float]) -> list[str]:
+def useful(way: Way, workers: int, hours: float, seeds: int) -> list[str]:
     """A row: what became of the workers' time."""
-    way, workers, hours = work
     plan = planned(way, workers, hours)
     began = time.perf_counter()
-    result = simulate(
-        plan.scenario, way.chosen, iterations=10**9, seconds=3600 * hours, pipeline=way.pipeline
-    )
-    took = time.perf_counter() - began
-    assert not result.repeated, f"{result.repeated} samples counted twice"
-    share = f"{result.useful_share:.3f}"
+    results = [
+        simulate(
+            plan.scenario, way.chosen, iterations=10**9, seconds=3600 * hours, pipeline=way.pipeline, seed=k
+        )
+        for k in range(seeds)
+    ]
+    took = (time.perf_counter() - began) / seeds
+    again = sum(result.repeated for result in results)
+    assert not again, f"{again} samples counted twice"
+    share = spread([result.useful_share for result in results])
     if not way.servers:
-        share = f"{restarted(result, workers):.3f} ({share} if a death undid no others' work)"
-    each = result.seconds * plan.scenario.global_batch / result.samples
-    moved = result.moved_bytes / result.seconds / MEGABIT
+        undone = spread([restarted(result, workers) for result in results])
+        share = f"{undone} ({share} if a death undid no others' work)"
+    each = median(result.seconds * plan.scenario.global_batch / result.samples for result in results)
+    moved = median(result.moved_bytes / result.seconds / MEGABIT for result in results)
     return [way.title, share, f"{each:.0f}", f"{moved:.0f}", f"{plan.seconds:.1f}", f"{took:.0f}"]
 
 
+def spread(values: list[float]) -> str:
+    """The median, and the range where it has one that shows."""
+    low, middle, high = (f"{value:.3f}" for value in (min(values), median(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def learned(way: Way, workers: int, hours: float, seeds: int) -> list[str]:
+    """A row: hours and samples to the loss at the best of RATES, in virtual time with real gradients.
+
+    A death of a rank of DDP undoes no others' work here, which favours it.
+    """
+    plan = planned(way, workers, hours)
+    found = []
+    for rate in RATES:
+        results = [
+            simulate(
+                plan.scenario,
+                way.chosen,
+                iterations=10**9,
+                seconds=3600 * hours,
+                pipeline=way.pipeline,
+                seed=k,
+                objective=Logistic(SAMPLES, 64, 10, 3.0),
+                lr=1.0 if way.steps else rate,
+                local=LocalOptimizer(lr=rate) if way.steps else None,
+                target_loss=LOSS,
+                measure_every=plan.scenario.global_batch,
+            )
+            for k in range(seeds)
+        ]
+        assert not any(result.repeated for result in results)
+        reached = [result.seconds_to(LOSS) or math.inf for result in results]
+        found.append((median(reached), median(result.samples for result in results), spread(reached), rate))
+    seconds, samples, _, rate = min(found)
+    never = f"not in {hours:g} h (loss {median(result.loss for result in results):.3f})"
+    hours_text = f"{seconds / 3600:.2f}" if seconds < math.inf else never
+    return [way.title, hours_text, f"{samples / 1e6:.2f}", f"{rate:g}"]
+
+
 HEAD = ["", "useful", "seconds a round", "Mbit/s on all links", "plan, s", "simulation, s"]
+LEARNED = ["", "hours to the loss", "million samples", "learning rate"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--workers", type=int, help="default: 1000, with --loss 100")
     parser.add_argument("--hours", type=float, default=6.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--loss", action="store_true", help="the time to a loss")
+    parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="rows, from 0")
+    parser.add_argument("--keep", type=Path, help="a JSON file of rows, which is added to")
     parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
     options = parser.parse_args()
-    rows = [HEAD]
-    for way in WAYS:
-        rows.append(useful((way, options.workers, options.hours)))
-        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    text = f"{table(rows)}\n\n{machine()}"
+    workers = options.workers or (100 if options.loss else 1000)
+    rows: dict[str, list[str]] = {}
+    if options.keep and options.keep.exists():
+        rows = json.loads(options.keep.read_text())
+    for way in (WAYS[int(k)] for k in options.ways.split(",") if k):
+        row = (learned if options.loss else useful)(way, workers, options.hours, options.seeds)
+        rows[way.title] = row
+        print("  ".join(row), file=sys.stderr, flush=True)
+        if options.keep:
+            options.keep.write_text(json.dumps(rows))
+    in_order = [rows[way.title] for way in WAYS if way.title in rows]
+    text = f"{table([LEARNED if options.loss else HEAD, *in_order])}\n\n{machine()}, {options.seeds} seeds"
     print(text)
     if options.docs:
-        write_section("internet", text, PAGE)
+        write_section("internet-loss" if options.loss else "internet", text, PAGE)
     return 0
 
 
