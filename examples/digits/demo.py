@@ -42,7 +42,13 @@ DEVICES = {"fast": 1.0, "good": 1.4, "fair": 2.0, "slow": 2.9}  # time of a step
 LEAST_SLOWDOWN = 2.5  # of the first device; four of them must fit on two cores
 STEP_SECONDS = 0.100  # of the planned iteration: so long that the emulation, not the cores, sets the pace
 GLOBAL_BATCH = 256
-PROFILED = "16,32,64,96,128,144"
+PROFILED = {
+    "fast": "16,32,64,96,144",
+    "good": "16,32,64,96,112",
+    "fair": "8,16,32,48,64,80",
+    "slow": "8,16,24,32,64",
+}
+REPEATS = 5  # of each size, and more while its median is uncertain
 ITERATIONS = 140
 SEED = 1
 WINDOW_ITERATIONS = 4.2  # of the equal split: what the picture shows of each run
@@ -159,16 +165,17 @@ def base_slowdown() -> float:
 def profile_devices(base: float) -> None:
     """A profile of each emulated device, measured, and the cluster file that names them.
 
-    Measured together, as they will train together: what else the machine does meets all of them alike.
+    Measured together, as they will train together: what else the machine does meets all of them alike. Each
+    at the sizes that equal batches and a good split may give it: the slow one needs no batch of 144.
     """
     lines = [f"[job]\nglobal_batch = {GLOBAL_BATCH}\n"]
     measuring = {}
     for name, factor in DEVICES.items():
         options = (
             "--batches",
-            PROFILED,
+            PROFILED[name],
             "--repeats",
-            "7",
+            REPEATS,
             "--threads",
             "1",
             "--throttle",
