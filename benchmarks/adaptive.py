@@ -1,12 +1,14 @@
 """A global batch that grows with the gradients' noise, against batches that stay, on an emulated cluster.
 
     python benchmarks/adaptive.py [--seeds 3] [--docs]
+    python benchmarks/adaptive.py --adaptdl [--docs]    (adaptdl 0.2.11 installed)
 
 Four ranks, all in this process, train on the digits until a loss is reached; time is virtual, that of devices
 which take 1, 1.4, 2 and 2.9 times as long. The noise scale is measured as GradientNoise does; AdaptiveBatch's
 own rules choose the batch and the learning rate. Batches that stay have the fastest split and the same rule
 for the learning rate (AdaScale, from the batch at first). With --docs the table goes to
-docs/results/benchmarks.md.
+docs/results/benchmarks.md. With --adaptdl it is compared with AdaptDL's rule, of its own package, which knows
+one batch for all ranks; then the table goes to docs/results/peers.md.
 """
 
 from __future__ import annotations
@@ -47,6 +49,19 @@ class Reached:
     batches: list[int]
 
 
+def adaptdl_split(noise: Noise) -> Split:
+    """Equal batches of AdaptDL's largest goodput, by the noise and the times that AdaptiveBatch gets, too."""
+    from adaptdl.goodput import GoodputFunction  # type: ignore[import-not-found]
+
+    slow, ranks = max(PACES), len(PACES)
+    network = OVERHEAD_SECONDS, 1e-9, OVERHEAD_SECONDS, 1e-9
+    times = (slow * FIXED_SECONDS, slow * SAMPLE_SECONDS, *network, 1.0)
+    variance = max(noise.scale, 1e-9) / FIRST  # of a gradient of FIRST samples, over its square
+    goodput = GoodputFunction(times, (1.0, variance), FIRST)
+    best = max(range(FIRST // ranks, max(FIXED) // ranks + 1), key=lambda b: float(goodput(1, ranks, b, 0)))
+    return [best] * ranks
+
+
 class Noise:
     """GradientNoise of ranks in one process."""
 
@@ -70,16 +85,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=120, help="at most")
+    parser.add_argument("--adaptdl", action="store_true", help="beside AdaptDL's rule")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ways: dict[str, dict[str, Any]] = {f"{batch}": {"batch": batch, "least": None} for batch in FIXED}
     ways |= {"adaptive": {"batch": FIRST, "least": 0.0}}
     ways |= {"adaptive, efficiency 0.95": {"batch": FIRST, "least": 0.95}}
+    if options.adaptdl:
+        first: dict[str, Any] = {"batch": FIRST, "least": 0.0}
+        ways = {"AdaptiveBatch": first, "AdaptDL's rule": first | {"adaptdl": True}}
+        ways |= {"AdaptDL's rule, batches that fit": first | {"adaptdl": True, "fits": True}}
     found = {
         name: [train(options.epochs, seed, **way) for seed in range(options.seeds)]
         for name, way in ways.items()
     }
+    if options.adaptdl:
+        rows = record.table(rows_of(found)[0])
+        text = f"{rows}\n\nDigits to a loss of {TARGET}, {options.seeds} seeds, medians"
+        print(text)
+        if options.docs:
+            record.write_section("adaptdl", f"{text}; {record.machine()}.", "peers.md")
+        return 0
     well, text = summary(found, options.seeds)
     print(text, flush=True)
     if options.docs:
@@ -87,8 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if well else 1
 
 
-def train(epochs: int, seed: int, batch: int, least: float | None) -> Reached:
-    """Train to the target. least: the least efficiency of a batch that grows; None for one that stays."""
+def train(
+    epochs: int, seed: int, batch: int, least: float | None, adaptdl: bool = False, fits: bool = False
+) -> Reached:
+    """Train to the target. least: the least efficiency of a batch that grows; None for one that stays.
+    adaptdl: by its rule. fits: with our split of its batch.
+    """
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -96,6 +127,8 @@ def train(epochs: int, seed: int, batch: int, least: float | None) -> Reached:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     split: Split = best_split(batch, COSTS, [1] * len(COSTS), [max(FIXED)] * len(COSTS))
+    if adaptdl and not fits:
+        split = [batch // len(COSTS)] * len(COSTS)
     rate, noise, batches = RATE, Noise(), [batch]
     samples, seconds, before = 0, 0.0, (0, 0.0, inf)
     for epoch in range(epochs):
@@ -114,7 +147,11 @@ def train(epochs: int, seed: int, batch: int, least: float | None) -> Reached:
         before = samples, seconds, loss
         if least is not None:
             statistical = StatisticalEfficiency(noise.scale, FIRST)
-            split = next_split(split, DEVICES, statistical, max(FIXED), OVERHEAD_SECONDS, least)
+            if adaptdl:
+                split = adaptdl_split(noise)
+                split = best_split(sum(split), COSTS, [1] * 4, [max(FIXED)] * 4) if fits else split
+            else:
+                split = next_split(split, DEVICES, statistical, max(FIXED), OVERHEAD_SECONDS, least)
             batches += [sum(split)] if sum(split) != batches[-1] else []
         rate = RATE * learning_rate_factor("adascale", FIRST, sum(split), noise.scale)
     return Reached(inf, inf, batches)
@@ -138,13 +175,19 @@ def step(
         torch._foreach_add_(parameters, total, alpha=-rate)
 
 
-def summary(found: dict[str, list[Reached]], seeds: int) -> tuple[bool, str]:
+def rows_of(found: dict[str, list[Reached]]) -> tuple[list[list[str]], dict[str, tuple[float, float]]]:
+    """The table, and the medians by way: samples, seconds."""
     rows = [["global batch", "samples to the loss", "seconds to it", "batches of the first seed"]]
     middle = {}
     for name, runs in found.items():
         middle[name] = median(run.samples for run in runs), median(run.seconds for run in runs)
         samples, seconds = middle[name]
         rows.append([name, f"{samples:,.0f}", f"{seconds:.1f}", " ".join(map(str, runs[0].batches))])
+    return rows, middle
+
+
+def summary(found: dict[str, list[Reached]], seeds: int) -> tuple[bool, str]:
+    rows, middle = rows_of(found)
     fixed = [middle[str(batch)] for batch in FIXED]
     quickest, fewest = min(fixed, key=lambda one: one[1]), min(fixed)[0]
     samples, seconds = middle["adaptive"]
