@@ -80,10 +80,12 @@ class StepRules:
     @property
     def exchanges(self) -> bool:
         """Whether a push brings the next step's parameters: no other worker changes them before that, or need
-        not wait to.
+        not wait to. Not in serial steps whose claims share out a round: a claim that comes only after the
+        parameters finds that the others have taken its samples.
         """
         needs = self.needs
-        return needs.uses_turns or needs.starts_at_once or needs.waits_for_rounds
+        in_rounds = needs.lets_ranks_rest or (needs.waits_for_rounds and self.depth > 1)
+        return needs.uses_turns or needs.starts_at_once or in_rounds
 
     @property
     def may_run_ahead(self) -> bool:

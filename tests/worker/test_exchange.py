@@ -56,8 +56,8 @@ def test_one_call_brings_a_gradient_and_the_next_parameters(shm: Path, tmp_path:
         next(steps)
     worker.close()
     needs = Policy.known[name]().needs
-    exchanges = needs.starts_at_once or needs.waits_for_rounds or needs.uses_turns
-    assert exchanges == (name not in ("ssp", "dssp", "softsync"))
+    exchanges = needs.starts_at_once or needs.lets_ranks_rest or needs.uses_turns
+    assert exchanges == (name not in ("ssp", "dssp", "softsync", "hps"))
     assert counted.calls == (["pull", *["send_and_pull"] * 3] if exchanges else ["pull", "send"] * 3)
 
 
