@@ -46,7 +46,7 @@ SessionsPerClient = Annotated[
 ClientTimeout = Annotated[
     float, typer.Option(help="Seconds without a message from a worker before it counts as dead.")
 ]
-Home = Annotated[
+HomeOption = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
@@ -66,7 +66,7 @@ def serve_command(
     insecure: Insecure = False,
     sessions_per_client: SessionsPerClient = 32,
     client_timeout: ClientTimeout = 10.0,
-    home: Home = None,
+    home: HomeOption = None,
     grace: Grace = GRACE_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,
 ) -> None:
