@@ -189,7 +189,7 @@ def smaller(cluster: Scenario, share: float) -> Scenario:
         ends = [w.cost(n + 1) for w, n in zip(cluster.workers, counts, strict=True)]
         counts[ends.index(min(ends))] += 1
     pairs = zip(cluster.workers, counts, strict=True)
-    return replace(cluster, workers=tuple(replace(w, batch=n) for w, n in pairs if n))
+    return replace(cluster, workers=tuple(replace(w, batch=n) for w, n in pairs if n), schedule=None)
 
 
 def root64() -> Scenario:

@@ -73,6 +73,8 @@ def test_a_part_of_the_global_batch_is_planned_too() -> None:
     assert half.global_batch == 48
     ends = [w.cost(w.batch) for w in half.workers]
     assert max(ends) <= min(w.cost(w.batch + 1) for w in half.workers)
+    few = tuning.smaller(tuning.cluster_of(tuning.TuningScenario("three-types"), planned=True), 0.12)
+    assert (few.global_batch, len(few.workers)) == (15, 3)
 
 
 def test_the_setting_of_ringmaster(quick: Quick) -> None:
