@@ -57,7 +57,7 @@ class Way:
 WAYS = {
     "ddp": Way("DDP, equal batches", "ddp"),
     "uneven_ddp": Way("**pyps**, uneven DDP", "uneven_ddp"),
-    "accelerate": Way("Accelerate, `join_uneven_inputs`", "accelerate", "accelerate"),
+    "accelerate": Way("Accelerate, equal batches", "accelerate", "accelerate"),
     "uneven_accelerate": Way("**pyps**, `UnevenAccelerator`", "uneven_accelerate", "accelerate"),
     "lightning": Way("Lightning, DDP", "lightning", "lightning"),
     "uneven_lightning": Way("**pyps**, `UnevenStrategy`", "uneven_lightning", "lightning"),
