@@ -30,11 +30,11 @@ PROCESSES, SIZES, CONNECTIONS = 4, (100_000, 1_000_000), (16, 64, 252)
 WORKERS, ROUND_SECONDS, PARAMETERS = 1111, 286.0, 25_000_000  # of benchmarks/internet.py, with a quorum
 
 
-def serve(n: int, pipe: Connection) -> None:
+def serve(n: int, connections: int, pipe: Connection) -> None:
     name = f"carry-{secrets.token_hex(4)}"
     zeros = {"w": np.zeros(n, np.float32)}
     with (
-        Store.create(name, zeros, batches=[1] * max(CONNECTIONS), policy="asp", max_participants=300),
+        Store.create(name, zeros, batches=[1] * connections, policy="asp", max_participants=300),
         Server(name, "tcp://127.0.0.1:*", insecure=True, sessions_per_client=256) as server,
     ):
         pipe.send(server.address)
@@ -80,7 +80,7 @@ class Carried:
 
 def carried(n: int, connections: int, seconds: float) -> Carried:
     mine, theirs = SPAWN.Pipe()
-    server = SPAWN.Process(target=serve, args=(n, theirs), daemon=True)
+    server = SPAWN.Process(target=serve, args=(n, connections, theirs), daemon=True)
     server.start()
     address, ready = mine.recv(), SPAWN.Barrier(connections + 1)
     pipes, workers = [], []

@@ -176,6 +176,8 @@ def profile_devices(base: float) -> None:
             PROFILED[name],
             "--repeats",
             REPEATS,
+            "--seconds",
+            300,  # on a busy machine, too, no size may be left out: equal batches need 64
             "--threads",
             "1",
             "--throttle",
