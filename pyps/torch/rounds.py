@@ -6,14 +6,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
 
 RoundIndex = tuple[int, int]  # an epoch and a round of it
-_begun: WeakSet[Rounds] = WeakSet()  # those that this process has drawn from
 
 
 def default_rank() -> tuple[int, int]:
@@ -112,7 +110,6 @@ class Rounds(ABC):
             raise InputError("set_epoch", "epoch", str(epoch), expected)
 
     def _pass_begins(self) -> None:
-        _begun.add(self)
         self.trained = None if self.trained is None else 0
         function, self.before_pass = self.before_pass, None
         if function is not None:
@@ -128,11 +125,6 @@ class Rounds(ABC):
     @abstractmethod
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on."""
-
-
-def the_sampler() -> Rounds | None:
-    """The one that this process draws from; None if there are several."""
-    return next(iter(_begun)) if len(_begun) == 1 else None
 
 
 class TrainedRounds:

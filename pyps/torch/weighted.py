@@ -17,7 +17,7 @@ from pyps.torch.lockstep import Lockstep
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
-from pyps.torch.rounds import Rounds, TrainedRounds, the_sampler
+from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import note_weights, rows_of
 
@@ -226,10 +226,9 @@ class WeightedHook(ABC):
     def _check_first(self, own: Any, total: float) -> None:
         """Raise InputError if the samples of the first round are not the sampler's, or so many times these.
 
-        Without a sampler it is the one that this process draws from. own: this rank's.
+        own: this rank's. A library's loader gives its sampler, too.
         """
         sampler: Any = self.lockstep.sampler
-        sampler = the_sampler() if sampler is None else sampler
         counted = self._count is None and self.reduction == "mean" and not self.passes.is_said
         if not counted or not hasattr(sampler, "sizes"):
             return
