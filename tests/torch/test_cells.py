@@ -17,6 +17,10 @@ SAMPLE = {  # the rest is thorough
         "a sum, several backward()",
         "Join",
         "batches as sampler=",
+        "one loss of two models, unlike batches",
+        "a gradient penalty of others",
+        "own accumulation, unlike numbers",
+        "samples not first",
     ],
     "FSDP2": [
         "a bypassing forward",
