@@ -157,9 +157,11 @@ def processes(way: Way, folder: Path) -> Iterator[list[psutil.Process]]:
             yield started
         finally:
             every = [psutil.Process(p.pid) for p in others if p.poll() is None] + started
-            for process in every + [child for p in every if p.is_running() for child in p.children(True)]:
+            below = [child for p in every if p.is_running() for child in p.children(True)]
+            for process in [*every, *below]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+                    if "guard" not in " ".join(process.cmdline()):  # it removes the store's memory
+                        process.kill()
             psutil.wait_procs(every)
 
 
