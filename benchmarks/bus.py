@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=25e6)
     parser.add_argument("--compute", type=float, default=60.0, help="milliseconds of a step")
-    parser.add_argument("--rate", type=float, default=6.0, help="GB/s of the bus, each way")
+    parser.add_argument("--rate", type=float, default=12.0, help="GB/s of the bus, each way")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
