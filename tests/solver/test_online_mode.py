@@ -48,7 +48,7 @@ class Pipeline:
         return cost
 
     def own(self) -> float:
-        """Seconds of a step, if this worker waits for nobody."""
+        """Seconds of a step, if this worker does not wait."""
         mode = self.balancer.mode
         return step_seconds(self.compute, [self.link()], *bits_of(mode), mode.depth)
 
