@@ -151,17 +151,15 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
     """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
     at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
     repeats = -(-round_samples(cluster) // max(at_once, 1))
-    groups = [
-        msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, repeats))
-        for group in cluster.worker
-    ]
     if all(rank.group.max_accumulation >= repeats for rank in ranks) or repeats > MAX_REPEATS:
         return nearest
-    wide = msgspec.structs.replace(cluster, worker=groups)
-    by_name = {group.name: group for group in groups}
-    wide_ranks = [replace(rank, group=by_name[rank.group.name]) for rank in ranks]
+    groups = [  # those of the ranks: of whole nodes, and with the price of their energy
+        msgspec.structs.replace(rank.group, max_accumulation=max(rank.group.max_accumulation, repeats))
+        for rank in ranks
+    ]
+    wide = [replace(rank, group=group) for rank, group in zip(ranks, groups, strict=True)]
     try:
-        solve_within_limits(wide, wide_ranks, planning_problem(wide, wide_ranks, pace))
+        solve_within_limits(cluster, wide, planning_problem(cluster, wide, pace))
     except Infeasible:
         return nearest
     return f"{nearest}, or allow every worker max_accumulation = {repeats}"
@@ -278,7 +276,8 @@ def _of_times(
         warnings.append(f"an iteration takes {1e3 * first:.4g} ms at first, for up to hundreds, then {ends}")
     if constrained.minimises_iteration:
         warnings += idle_warning(cluster, workers, seconds)
-        warnings += _doubtful_gain(ranks, constrained, solution)
+        if not cluster.job.is_bounded and cluster.limits.price_per_million_samples is None:
+            warnings += _doubtful_gain(ranks, constrained, solution)
     in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
     if (
         not all(worker.batch for worker in workers)

@@ -274,6 +274,10 @@ def pareto(
         unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
         field = f"worker[{unpriced}].price_per_hour"
         raise InputError(str(cluster), field, "nothing", "a price for each group")
+    if batches and picture is not None:
+        raise InputError("--picture", "", "with --batches", "one of the two: it is of one global batch")
+    if batches and read.run.local_steps is not None:
+        raise InputError("--batches", "", "with local steps", "a cluster without run.local_steps")
     with working("computing the front") as progress, names_file(cluster):
         points, front = _front(cluster, read, ranks, price, batches, progress)
     if picture is not None:

@@ -312,6 +312,7 @@ def check_cluster(where: str, cluster: Cluster) -> None:
         _check_group(where, f"worker[{k}]", group, cluster.run, shared)
         _check_node(where, f"worker[{k}]", group, cluster)
     _check_sharding(where, cluster)
+    _check_choices(where, cluster)
     check_run_table(where, cluster.run)
     if (goodput := cluster.goodput) is not None and goodput.noise is None:
         for key in ("noise_scale", "base_batch"):
@@ -376,6 +377,16 @@ def _check_sharding(where: str, cluster: Cluster) -> None:
     if workers % given.replicas:
         found = f"{given.replicas}, of {workers} workers"
         raise InputError(where, "sharding.replicas", found, "a number that divides the workers")
+
+
+def _check_choices(where: str, cluster: Cluster) -> None:
+    """Of groups that share devices not all are used: nothing may count them all."""
+    k = next((k for k, shared in enumerate(cluster.shared) if shared.devices is not None), None)
+    if k is None:
+        return
+    for key, given in (("sharding", cluster.sharding), ("run.local_steps", cluster.run.local_steps)):
+        if given is not None:
+            raise InputError(where, key, f"with shared[{k}].devices", f"no {key}: it counts every worker")
 
 
 def _check_limits(where: str, cluster: Cluster) -> None:

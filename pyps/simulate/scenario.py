@@ -148,6 +148,10 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     fitted = [profiles[group.name] for group in cluster.worker]
     batches = [w.batch for w in plan.workers]
     if even:
+        if any(shared.devices is not None for shared in cluster.shared):
+            raise InputError(
+                str(path), "shared.devices", "with an even split", "groups that share no devices"
+            )
         batches = even_batches(plan.global_batch, len(batches))
     local = plan.run is not None and plan.run.local_steps is not None
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}

@@ -51,14 +51,13 @@ class Consensus:
         self,
         purpose: str,
         group: dist.ProcessGroup | None = None,
-        store: Any = None,
         timeout: float = DEADLINE_SECONDS,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._peers, self._speaks = peers, peers is None or dist.get_rank(peers) == 0
         self._purpose, self._timeout = purpose, timeout
-        base = store or dist.distributed_c10d._get_default_store()
+        base = dist.distributed_c10d._get_default_store()
         of_group = "" if group is None else group.group_name
         present = PrefixStore(f"pyps/{purpose}/present/{of_group}", base)
         came = present.add(str(self.rank), 1)  # how often; other ranks that are behind have not come yet

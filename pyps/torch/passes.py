@@ -40,6 +40,7 @@ class Pass:
 
     def __init__(self, weight: Any, kept: bool = False) -> None:
         self._weight, self.kept = weight, kept
+        self.in_eval = callable(weight)  # mostly no backward() comes
         self.share: float | None = None
         self.total: Any = None
 
@@ -90,6 +91,8 @@ class Passes:
         """A forward pass begins."""
         if torch._C._current_graph_task_id() == -1:
             self._running = None  # else of a backward pass that failed
+        if not callable(weight):  # what was only looked at is no part of the loss to come
+            self._differentiated = [one for one in self._differentiated if not one.in_eval]
         self._open = self._latest = Pass(weight, kept)
 
     def end(self, output: Any) -> None:

@@ -91,7 +91,7 @@ class Rebalancer:
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
         _check_types(sampler, hook, moves.window)
-        consensus = Consensus("Rebalancer", hook.group, None, timeout, hook.peers)
+        consensus = Consensus("Rebalancer", hook.group, timeout, hook.peers)
         least = sampler.least * hook.least_samples
         least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))

@@ -105,7 +105,7 @@ class Binding:
         added = [(t.offset, t.elements) for t in store.tensors if t.elements and t.offset not in written]
         runs = merged(np.array(sorted(added), np.uint64).reshape(-1, 2)).tolist()
         self._cleared = [slice(first, first + count) for first, count in runs]
-        self._known: dict[int, tuple[StagingBuffer, torch.Tensor]] = {}  # by index
+        self._known: dict[int, tuple[StagingBuffer, torch.Tensor, NDArray[np.uint8]]] = {}  # by index
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._staging: torch.Tensor | None = None
         self._kept: list[torch.Tensor | None] = []
@@ -145,10 +145,15 @@ class Binding:
         """All of it is."""
         self._copies.end(vector or self._vector)
 
+    @property
+    def swaps(self) -> bool:
+        """Whether take() swaps vectors: nothing but a transfer changes them. Otherwise it copies."""
+        return self._copies.early
+
     def take(self, vector: HostVector) -> HostVector:
         """`flat` is what came in this vector. Returns one that is free."""
         self._copies.forget()
-        if self._direct.places:
+        if not self.swaps:
             np.copyto(self.flat, vector.array)
             return vector
         free, self._vector = self._vector, vector
@@ -189,28 +194,32 @@ class Binding:
         """A step begins, whose gradient goes to this staging buffer."""
         known = self._known.get(staging.index)
         if known is None or known[0] is not staging:
-            known = self._known[staging.index] = staging, staging.torch()
+            known = self._known[staging.index] = staging, staging.torch(), self._room(staging)
             self._pin(staging.flat)
             for part in self._gaps:
                 staging.flat[part] = 0.0
         for part in self._cleared:
             staging.flat[part] = 0.0
-        self._staging, self._codes = known[1], None
+        self._staging, self._filled, self._codes = known[1], known[2], None
         self._direct.begin(staging)
         for p, _ in self._copied:
             p.grad = None
         if self._buckets is not None:
-            self._buckets.begin(self._staging if self.half is None else self._half_of(staging, self.half))
+            self._buckets.begin(self._staging if self.half is None else self._halves(self._filled))
 
-    def _half_of(self, staging: StagingBuffer, codec: Codec) -> torch.Tensor:
-        """The codes of a staging buffer, with zeros where no parameter is."""
+    def _room(self, staging: StagingBuffer) -> NDArray[np.uint8]:
+        """For codes of half precision in a staging buffer, with zeros where no parameter is. Asking waits
+        for the store, which a transfer may have.
+        """
+        if self.half is None:
+            return np.empty(0, np.uint8)
         trained = self._store.layout.trained_elements
-        self._filled = self._store.staging_codes(staging.index, encoded_bytes(codec, trained))
-        self._pin(self._filled)
-        values = self._halves(self._filled)
+        codes = self._store.staging_codes(staging.index, encoded_bytes(self.half, trained))
+        self._pin(codes)
+        values = self._halves(codes)
         for part in _others([place for _, place in self._copied], trained):
             values[part].zero_()
-        return values
+        return codes
 
     def _halves(self, codes: NDArray[np.uint8]) -> torch.Tensor:
         return torch.from_numpy(codes).view(self._copied[0][0].dtype)
@@ -302,6 +311,7 @@ class Binding:
     def close(self) -> None:
         """Detach from the staging buffer, unpin memory and remove the hooks of parameters. Idempotent."""
         self.release()
+        self._filled, self._codes = np.empty(0, np.uint8), None  # views of the store's memory
         self._known.clear()
         self._direct.close()
         if self._buckets is not None:

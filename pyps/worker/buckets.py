@@ -131,9 +131,9 @@ class GradientBuckets:
 
     def begin(self, to: torch.Tensor) -> None:
         """Begin a new gradient. to: [elements] in host memory, where it goes without a codec."""
+        self.forget()
         self._to, self._eager = to, False
         self._residuals = self._residual.begin() if self.codec is not None else None
-        self.forget()
 
     def last_backward(self, scale: float = 1.0) -> None:
         """The next backward is the last one of this gradient. `scale` multiplies what is encoded."""
@@ -143,6 +143,8 @@ class GradientBuckets:
 
     def forget(self) -> None:
         """Copy all gradients again: they may have changed without a trace."""
+        if self._to is not None and any(bucket.shipped is not None for bucket in self._buckets):
+            self._bus.wait_for_host()  # first copies, which are not to end after these
         for bucket in self._buckets:
             bucket.shipped = None
 

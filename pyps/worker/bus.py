@@ -40,7 +40,7 @@ class Bus(Protocol):
         """
 
     def start_to_host(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin a copy from the device. to: contiguous, of the same type and shape."""
+        """Begin a copy from the device. to: contiguous, of the same shape, perhaps of a wider type."""
 
     def start_look(self, flag: torch.Tensor, values: torch.Tensor) -> None:
         """On the way: make `flag`, a value of the device, finite if all of `values` are, and only then."""

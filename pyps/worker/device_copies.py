@@ -151,14 +151,27 @@ class DeviceCopies:
                 return
             self._bus.adopt([], [])
         for p, place in self._parts:
-            self._start(p.detach(), place, vector, place.offset, place.offset + place.elements)
+            end = place.offset + place.elements
+            self._start(p.detach(), place, vector, place.offset, end, alone=not self._second)
         self._bus.wait_for_device()
         self._bus.settle()
         self._in_model = vector if self._early else None
 
     @torch.no_grad()
-    def _start(self, to: torch.Tensor, place: Tensor, vector: HostVector, first: int, end: int) -> None:
-        """Begin the copy of what lies in this range; of what is not contiguous, when all of it is there."""
+    def _start(
+        self,
+        to: torch.Tensor,
+        place: Tensor,
+        vector: HostVector,
+        first: int,
+        end: int,
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Begin the copy of what lies in this range; of what is not contiguous, when all of it is there.
+
+        alone: no transfer rounds meanwhile.
+        """
         lo, hi = max(first, place.offset), min(end, place.offset + place.elements)
         whole = to.is_contiguous()
         if not whole and hi == place.offset + place.elements:
@@ -167,7 +180,7 @@ class DeviceCopies:
             return
         values = vector.torch[lo:hi]
         if to.dtype is not torch.float32:
-            values = self._types[to.dtype][lo:hi].copy_(values)
+            values = self._types[to.dtype][lo:hi].copy_(values) if alone else values.to(to.dtype)
         if whole:
             to, begin = to.view(-1), lo - place.offset
             self._bus.start_to_device(to[begin : begin + hi - lo], values)

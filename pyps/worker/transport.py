@@ -103,6 +103,7 @@ class Overlapped:
         # One receives what is pulled while the other has the newest parameters.
         self._back_buffers = [binding.vector() for _ in range(BACK_BUFFERS)]
         self._newest = 0
+        self._is_new = False  # it was not loaded
         self._lock = threading.Lock()
         name = f"pyps-transfer-{client.store.rank}"
         self._sender: BackgroundThread[None] = BackgroundThread(f"{name}-out")
@@ -122,7 +123,9 @@ class Overlapped:
 
     def load(self) -> None:
         with self._lock:
-            newest = self._newest
+            if self._binding.swaps and not self._is_new:
+                return  # it came before its transfer was taken, and was loaded with the one before
+            newest, self._is_new = self._newest, False
             self._back_buffers[newest] = self._binding.take(self._back_buffers[newest])
 
     def close(self, timeout: float) -> None:
@@ -147,7 +150,7 @@ class Overlapped:
         if transfer.outcome.version is not None:
             self._binding.came(vector)
             with self._lock:
-                self._newest = other
+                self._newest, self._is_new = other, True
         return transfer
 
 

@@ -1,8 +1,8 @@
 """ModeBalancer: which codecs and depth one worker has, while its link or its device changes. It does no I/O.
 
 A plan chooses bits and depth for the links and devices that it knows. Here one worker chooses anew from what
-its transfers and steps take: the most exact codecs, and then the shallowest pipeline, that delay no worker. It
-is driven by a worker of a run, and in virtual time; each worker decides for itself.
+its transfers and steps take: the most exact codecs, and then the shallowest pipeline, that delay no worker.
+It is driven by a worker of a run, and in virtual time; each worker decides for itself.
 
 - A message of n bytes takes the link's latency and n / bandwidth. The bandwidth is the median of the latest
   transfers, whatever their codecs were, so one late transfer changes nothing. With more than two steps under

@@ -117,9 +117,11 @@ def _optimistic(profile: Profile) -> Profile:
     knots: dict[int, float] = {}
     for a, b in itertools.pairwise(ends):
         for batch in np.unique(np.geomspace(a, b, BETWEEN + 2).round()).astype(int).tolist():
-            seconds = cost.seconds(batch)
-            off = max(1.0, seconds / float(np.interp(batch, sizes, lows))) if sizes else UNKNOWN
-            knots[batch] = _least(seconds, off, batch, a, b, measured)
+            off = UNKNOWN
+            if sizes:  # beyond the band as at its end
+                at = min(max(batch, sizes[0]), sizes[-1])
+                off = max(1.0, cost.seconds(at) / float(np.interp(at, sizes, lows)))
+            knots[batch] = _least(cost.seconds(batch), off, batch, a, b, measured)
             if batch > measured[0]:
                 before = max(one for one in measured if one < batch)
                 knots[batch] = max(knots[batch], min(cost.seconds(before), cost.seconds(batch)))

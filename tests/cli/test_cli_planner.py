@@ -238,6 +238,10 @@ def test_a_front_over_global_batches(shell: Shell) -> None:
     assert "hours/million" in shell("pareto", "cluster.toml", "--batches", text=small).out
     without = shell("pareto", "cluster.toml", "--batches", text=small.replace("[goodput]", "[spot]", 1))
     assert without.code == 2
+    drawn = shell("pareto", "cluster.toml", "--batches", "--picture", "a.png", text=small)
+    assert (drawn.code, "--picture" in drawn.err) == (2, True)
+    local = shell("pareto", "cluster.toml", "--batches", text=f"{small}\n[run]\nlocal_steps = 4\n")
+    assert (local.code, "local steps" in local.err) == (2, True)
 
 
 def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:

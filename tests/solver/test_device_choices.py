@@ -147,3 +147,14 @@ def test_energy_needs_the_watts_of_every_group() -> None:
     assert plan.cost is not None
     assert plan.cost.price_per_hour == pytest.approx(1.0 + 0.2 * 0.3)
     assert math.isclose(plan.cost.watts or 0.0, 200.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "table"), [("sharding", {"sharding": {"stage": 1}}), ("run", {"run": {"local_steps": 4}})]
+)
+def test_what_counts_every_worker_is_refused(key: str, table: dict[str, object]) -> None:
+    groups = [{"name": name, "profile": "p", "shares": ["gpus"]} for name in ("full", "capped")]
+    text = {"job": {"global_batch": 8}, "worker": groups, "shared": [{"name": "gpus", "devices": 1}]}
+    check_cluster("c.toml", msgspec.convert(text, Cluster))
+    with pytest.raises(InputError, match=rf"{key}.*shared\[0\]\.devices"):
+        check_cluster("c.toml", msgspec.convert(text | table, Cluster))

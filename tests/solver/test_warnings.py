@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning_tools import profile
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, WorkerGroup
-from pyps.solver.plan import plan_ranks
+from pyps.solver.plan import make_plan, plan_ranks
 from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.explain import explain
@@ -67,6 +68,16 @@ def test_a_gain_within_the_error_of_the_profiles_is_doubtful(
 ) -> None:
     warnings, _ = planned(100, 0.1, other, error=error)
     assert sum("even split" in line for line in warnings) == doubtful
+
+
+def test_a_cheap_plan_is_not_doubted_for_being_slow() -> None:
+    groups = [
+        WorkerGroup(name=name, profile="p", price_per_hour=price) for name, price in (("a", 0.1), ("b", 5.0))
+    ]
+    job = Job(global_batch=80, target=1e6, deadline_hours=100)
+    plan = make_plan(Cluster(job=job, worker=groups), [profile(1e-3, 0.001, 100)] * 2)
+    assert [worker.batch for worker in plan.workers] == [80, 0]
+    assert not any("even split" in line for line in plan.warnings)
 
 
 @given(st.lists(st.tuples(*[st.sampled_from("abcdefg")] * 2, st.sampled_from("xyz")), max_size=30))

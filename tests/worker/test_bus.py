@@ -98,9 +98,12 @@ def test_it_is_the_plain_worker_bit_for_bit(
     assert run(**options) == plain
 
 
-def test_a_deep_pipeline_computes_on_what_came_last(shm: Path, emulated: list[Bus]) -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_deep_pipeline_computes_on_what_came_last(
+    shm: Path, emulated: list[Bus], kind: torch.dtype
+) -> None:
     for policy in ("asp", "hps"):
-        run(policy=policy, pipeline=4, case="adamw", samples=6 * SAMPLES)
+        run(kind, policy=policy, pipeline=4, case="adamw", samples=6 * SAMPLES)
     assert len(emulated) == 2
 
 
