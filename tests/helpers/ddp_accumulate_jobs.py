@@ -145,6 +145,9 @@ def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -
         ddp.eval()
         if parts == 1:  # else DDP itself would take the first backward() under no_sync() for this one's
             ddp(own[0][:1])
+        if parts == 1 and trains:  # forces of a validation
+            seen = own[0][:1].clone().requires_grad_()
+            torch.autograd.grad(ddp(seen).sum(), seen, create_graph=True)
         ddp.train(trains)
         for micro in [own] if parts == 1 else hook.accumulate(own, parts):
             square(ddp, *micro).backward()
