@@ -131,8 +131,8 @@ def check_request(request: PushRequest, layout: Layout) -> None:
             check_vector("push", name, vector, size)
 
 
-def check_vector(what: str, name: str, flat: NDArray[Any], size: int) -> None:
-    """Raise InvalidArgument unless `flat` is a contiguous fp32 vector of this length."""
-    if flat.shape != (size,) or flat.dtype != np.float32 or not flat.flags.c_contiguous:
-        expected = f"contiguous float32 [{size}]"
+def check_vector(what: str, name: str, flat: NDArray[Any], size: int, kind: Any = np.float32) -> None:
+    """Raise InvalidArgument unless `flat` is a contiguous vector of this length and dtype `kind`."""
+    if flat.shape != (size,) or flat.dtype != kind or not flat.flags.c_contiguous:
+        expected = f"contiguous {np.dtype(kind)} [{size}]"
         raise InvalidArgument(what, f"{name}: found {flat.dtype} {list(flat.shape)}; expected {expected}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
@@ -184,8 +184,7 @@ class Store(StoreHandle):
         """
         if ranges is not None:
             return self._pull_ranges(as_ranges("pull", ranges), out, strict)
-        if out is None:
-            out = np.empty(self.layout.flat_elements, np.float32)
+        out = np.empty(self.layout.flat_elements, np.float32) if out is None else out
         self._target("pull", out, self.layout.flat_elements)
         if not strict:
             with self._calls as backend:
@@ -226,8 +225,8 @@ class Store(StoreHandle):
         with self._participating() as backend:
             return backend.read(visit, parts, native.timeout_seconds(timeout))
 
-    def _target(self, what: str, out: Flat, size: int) -> None:
-        check_vector(what, "out", out, size)
+    def _target(self, what: str, out: Flat | NDArray[np.uint8], size: int, kind: Any = np.float32) -> None:
+        check_vector(what, "out", out, size, kind)
         if not out.flags.writeable:
             raise InvalidArgument(what, "out: found a read-only array; expected one to write to")
 
@@ -246,9 +245,8 @@ class Store(StoreHandle):
         with self._calls:
             if self.rank is None or self.rank < 0:
                 raise InvalidArgument("staging", "not a worker; join as one first")
-            if not 0 <= staging < self.layout.staging_buffers:
-                expected = f"expected 0 to {self.layout.staging_buffers - 1}"
-                raise InvalidArgument("staging", f"found {staging}; {expected}")
+            if not 0 <= staging < (count := self.layout.staging_buffers):
+                raise InvalidArgument("staging", f"found {staging}; expected 0 to {count - 1}")
             if staging not in self._staging_buffers:
                 find = partial(self._staging_flat, staging)
                 self._staging_buffers[staging] = StagingBuffer(staging, find, self.tensors)
@@ -376,9 +374,7 @@ class Store(StoreHandle):
         kind = as_codec(codec)
         size = encoded_vector_bytes(kind, self.layout)
         data = np.empty(size, np.uint8) if out is None else out
-        if data.dtype != np.uint8 or data.shape != (size,) or not data.flags.c_contiguous:
-            expected = f"contiguous uint8 [{size}]"
-            raise InvalidArgument("pull", f"out: found {data.dtype} {list(data.shape)}; expected {expected}")
+        self._target("pull", data, size, np.uint8)
         with self._calls as backend:
             return data, backend.pull_encoded(kind, data)
 
@@ -398,10 +394,7 @@ class Store(StoreHandle):
         call it has the link for itself. Other threads may use a store that is elsewhere meanwhile. Raises
         Fenced, TimedOut.
         """
-        if self.servers:
-            self.backend.await_turn(native.timeout_seconds(timeout))
-            return
-        with self._calls as backend:
+        with nullcontext(self.backend) if self.servers else self._calls as backend:
             backend.await_turn(native.timeout_seconds(timeout))
 
     def set_max_samples(self, most: int) -> None:

@@ -130,12 +130,7 @@ def attached(
         extra = (extra_buffers(settings.most_depth) + own + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
         budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
-    client = StoreClient(
-        store,
-        settings.pull_codec,
-        budget=budget,
-        links=links,
-    )
+    client = StoreClient(store, settings.pull_codec, budget=budget, links=links)
     whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     transport = Transport(
         client,

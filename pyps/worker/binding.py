@@ -66,11 +66,8 @@ class Binding:
         self._bus = bus_of(self.device)
         self._elements = store.layout.flat_elements
         self._vector = self.vector()
-        lives_here = [
-            p.device.type == "cpu" and p.dtype is torch.float32 and not self._bus.emulated for p, _ in entries
-        ]
-        direct = [entry for entry, here in zip(entries, lives_here, strict=True) if here]
-        copied = [entry for entry, here in zip(entries, lives_here, strict=True) if not here]
+        direct = [entry for entry in entries if self._lives_here(entry[0])]
+        copied = [entry for entry in entries if not self._lives_here(entry[0])]
         for p, place in direct:
             p.data = _slice(self._vector.torch, place)
         self._direct = DirectGradients(direct, looks=looks, hooks=hooks)
@@ -101,15 +98,16 @@ class Binding:
         places = self._direct.overwritten
         places += [place for _, place in copied] if self._buckets is not None else []
         self._gaps = _others(store.tensors, store.layout.flat_elements)
-        written = {place.offset for place in places if place.elements}
-        added = [(t.offset, t.elements) for t in store.tensors if t.elements and t.offset not in written]
-        runs = merged(np.array(sorted(added), np.uint64).reshape(-1, 2)).tolist()
-        self._cleared = [slice(first, first + count) for first, count in runs]
+        self._cleared = _not_among(places, store.tensors)
         self._known: dict[int, tuple[StagingBuffer, torch.Tensor, NDArray[np.uint8]]] = {}  # by index
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._staging: torch.Tensor | None = None
         self._kept: list[torch.Tensor | None] = []
         self._backward = BackwardCheck()
+
+    def _lives_here(self, p: nn.Parameter) -> bool:
+        """Whether a parameter can be a part of the vector of parameters."""
+        return p.device.type == "cpu" and p.dtype is torch.float32 and not self._bus.emulated
 
     @property
     def flat(self) -> NDArray[np.float32]:
@@ -323,6 +321,14 @@ class Binding:
 
 def _slice(flat: torch.Tensor, place: Tensor) -> torch.Tensor:
     return flat[place.offset : place.offset + place.elements].view(place.shape)
+
+
+def _not_among(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[slice]:
+    """The parts of the flat vector where the other tensors are."""
+    known = {place.offset for place in places if place.elements}
+    others = sorted((t.offset, t.elements) for t in tensors if t.elements and t.offset not in known)
+    runs = merged(np.array(others, np.uint64).reshape(-1, 2)).tolist()
+    return [slice(first, first + count) for first, count in runs]
 
 
 def _others(places: Sequence[Tensor], elements: int) -> list[slice]:
