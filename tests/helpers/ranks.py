@@ -93,7 +93,7 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # As in training: otherwise each DataLoader worker would start a forkserver and import torch.
     multiprocessing.set_start_method("fork", force=True)
-    limit = timedelta(seconds=DEADLINE_SECONDS)
+    limit = timedelta(seconds=0.8 * DEADLINE_SECONDS)  # sooner: a rank that waits in vain says where
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=most, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
     while True:
