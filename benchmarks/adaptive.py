@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=120, help="at most")
-    parser.add_argument("--adaptdl", action="store_true", help="beside AdaptDL's rule")
+    parser.add_argument("--adaptdl", action="store_true", help="against AdaptDL's rule")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

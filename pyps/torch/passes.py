@@ -6,9 +6,8 @@ weighs nothing. A gradient that meets no mark comes from samples that nothing ha
 A gradient of a gradient (a penalty's) need not meet the mark of its pass, so passes that
 torch.autograd.grad(create_graph=True) went through count as met by the backward pass that follows.
 
-A loss may come through several models, each with passes of its own: prompts of a text model, say, beside a
-batch of images. If these are different shares of all samples, one of them is no weight of that loss, which
-is refused.
+A loss may come through several models, each with its own passes: one over prompts and one over images. If
+these are different shares of all samples, neither share is the weight of that loss: it is refused.
 
 Micro-batches of n_1, n_2, ... samples have the mean gradients g_1, g_2, ... The gradient of all of them is
 sum(n_m g_m) / sum(n_m); passes that are just added up count alike. Where the loss stays the mean over its

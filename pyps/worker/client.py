@@ -224,7 +224,7 @@ class StoreClient:
         arrived: ArrivalCallback | None = None,
     ) -> Transfer:
         """Make a transfer at the store, call by call. pull: the codec of what comes back. began: when its
-        gradient left; None: now. arrived: is told of ranges as they come.
+        gradient left; None: now. arrived: called with each range that came.
 
         Raises what ended it, save Fenced.
         """
