@@ -2,7 +2,11 @@
  *
  * Positions run through all epochs, 0 .. limit. A claim is one range. The samples of a dead, fenced or
  * rejected member are assigned again before new ones, the first positions first; neighbours become one range. So
- * there are hardly more ranges than claims: one that lies between pushed samples was a claim when those were. If the list is full all the same, they are counted as dropped.
+ * there are hardly more ranges than claims: one that lies between pushed samples was a claim when those were. If the
+ * list is full all the same, they are counted as dropped.
+ *
+ * A range with less than a rank's batch is left to ranks with smaller ones: a worker with a part of its batch waits for
+ * the others of its round, and the round has fewer samples.
  */
 #include <string.h>
 
@@ -22,25 +26,50 @@ bool view_samples_single(const struct view *v) {
     return false;
 }
 
+static uint32_t batch_of(const struct rank *rank) {
+    return rank->next_batch ? rank->next_batch : rank->total.batch;
+}
+
 /* The samples of a rank's next claim if `left` are left in its range. None is left over alone unless the model can train
  * on one: the claim before takes one less, or of two one more if the rank is planned more than two. */
 static uint64_t claim_size(const struct view *v, const struct rank *rank, uint64_t left) {
-    uint32_t batch = rank->next_batch ? rank->next_batch : rank->total.batch;
+    uint32_t batch = batch_of(rank);
     if (left - batch != 1 || batch == 1 || view_samples_single(v)) return left < batch ? left : batch;
     if (batch > 2) return batch - 1;
     return rank->total.batch > 2 ? left : batch;
 }
 
+static bool has_smallest_batch(const struct view *v, const struct rank *rank) {
+    for (uint32_t r = 0; r < v->ranks; r++) {
+        const struct rank *other = view_rank(v, r);
+        if (batch_of(other) < batch_of(rank) && other->slot_plus_1 &&
+            view_takes_part(v, view_member(v, other->slot_plus_1 - 1)))
+            return false;
+    }
+    return true;
+}
+
+/* The place in the list of the range that a rank's next claim is of; `returned`: of new samples. The list stays short:
+ * the smallest batches take any range. */
+static uint32_t range_for(const struct view *v, const struct rank *rank) {
+    const struct range *r = view_ranges(v);
+    for (uint32_t at = 0; at < v->returned; at++)
+        if (r[at].count >= batch_of(rank)) return at;
+    bool any = v->cursor == v->limit || v->returned > v->participants || has_smallest_batch(v, rank);
+    return any ? 0 : v->returned;
+}
+
 /* Takes the next range for a rank, of about its batch. Returns the number of samples. */
 static uint32_t take(struct view *v, uint32_t slot, uint64_t *first) {
     const struct rank *rank = view_rank(v, (uint32_t)view_member(v, slot)->rank);
-    struct range *r = view_ranges(v);
+    uint32_t at = range_for(v, rank);
     uint64_t count;
-    if (v->returned) {
+    if (at < v->returned) {
+        struct range *r = &view_ranges(v)[at];
         count = claim_size(v, rank, r->count);
         *first = r->first;
         r->first += count, r->count -= count;
-        if (!r->count) remove_range(v, 0);
+        if (!r->count) remove_range(v, at);
     } else {
         count = claim_size(v, rank, v->limit - v->cursor);
         *first = v->cursor;

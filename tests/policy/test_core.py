@@ -127,6 +127,18 @@ def test_backup_closes_with_all_but_k_and_the_late_never_enter(order: list[int],
             in_round[worker] = drive.round
 
 
+@settings(max_examples=25, deadline=None)
+@given(order=orders, k=st.integers(1, 2))
+def test_samples_handed_out_again_leave_rounds_their_size(order: list[int], k: int) -> None:
+    """A late worker's few samples go to a rank that is planned no more, not to one that could do many."""
+    planned = [20, 9, 2, 20]
+    drive = Drive(Backup(k=k), planned)
+    for worker in order:
+        drive.turn(worker)
+        for rank, (_, count) in drive.claims.items():
+            assert count >= planned[rank] - 1, "one less, where one sample would be left alone"
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_what_backup_has_left_over_at_the_end_is_a_part_of_a_step(k: int) -> None:
     """It may be one worker's batch. As a whole step it would undo the rounds before."""
