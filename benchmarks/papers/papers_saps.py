@@ -20,6 +20,7 @@ from acceptance import (
     UNIFORM_MARGIN,
     Criterion,
     Findings,
+    all_inside,
     panels,
     result_tables,
 )
@@ -51,7 +52,8 @@ def fixed(cluster: str, late: str) -> Competitor:
     workers = len(cluster_of(TuningScenario(cluster), planned=False).workers)
     bounds = sorted({max(1, round(share * workers)) for share in SHARES})
     variants = tuple(f"saps:threshold=fixed,bound={bound},late={late}" for bound in bounds)
-    return Competitor(f"SaPS, bound tuned, late: {late}", variants)
+    ends = (f"saps:threshold=fixed,bound=1,late={late}",)
+    return Competitor(f"SaPS, bound tuned, late: {late}", variants, ends=ends)
 
 
 def competitors(cluster: str) -> tuple[Competitor, ...]:
@@ -71,7 +73,7 @@ def saps(budget: Budget, _: Path) -> Findings:
         criteria += _criteria(name, {s.competitor: s for s in found if s.scenario.cluster == name})
     drawn = {ASP.title, DYNSGD.title, SAPS.title, *(c.title for c in WAITING)}
     curves = panels([s for s in found if s.competitor.title in drawn])
-    return Findings(result_tables(found, with_ceiling=True), criteria, curves)
+    return Findings(result_tables(found, with_ceiling=True), [*criteria, all_inside(found)], curves)
 
 
 def _criteria(cluster: str, results: dict[Competitor, TuningResult]) -> list[Criterion]:

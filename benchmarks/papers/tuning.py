@@ -87,18 +87,40 @@ class TuningScenario:
 class Competitor:
     """A title, the variants of a policy to choose from, and whether batches are the plan's or equal.
 
-    variants: in order of their number, as far as the policy has others that differ. policy@share: planned for
-    so much of the global batch.
+    variants: in order of their number, as far as the policy has others that differ. shares: each variant is
+    tried with such parts of the global batch too (policy@share), in this order. ends: variants beyond which
+    the policy is another one or none; a `k` of all workers but one is such an end by itself.
     """
 
     title: str
     variants: tuple[str, ...]
     planned: bool = False
+    shares: tuple[float, ...] = ()
+    ends: tuple[str, ...] = ()
 
     def ladder(self, workers: int) -> tuple[str, ...]:
-        """The variants that this many workers can have: `k` is less."""
-        named = ((v, v.partition(":k=")[2]) for v in self.variants)
-        return tuple(v for v, k in named if not k or int(k) < workers)
+        """The variants that this many workers can have: `k` is less, up to all but one of them."""
+        named = [(v, v.partition(":k=")[2]) for v in self.variants]
+        able = tuple(v for v, k in named if not k or int(k) < workers)
+        last = f"{self.variants[0].partition('=')[0]}={workers - 1}"
+        return able if len(able) == len(named) or last in able else (*able, last)
+
+    def rungs(self, variant: str) -> tuple[str, ...]:
+        """The variant with each share of the global batch."""
+        return tuple(variant if share == 1.0 else f"{variant}@{share:g}" for share in self.shares or (1.0,))
+
+    def place(self, policy: str, workers: int) -> str:
+        """Where a policy lies in what can be tried: "inside", at a "natural end", or at an "edge"."""
+        ladder, variant = self.ladder(workers), policy.partition("@")[0]
+        rungs = self.rungs(variant)
+        ends = {*self.ends, f"{variant.partition('=')[0]}={workers - 1}"}
+        inner = [
+            len(steps) == 1 or one in ends or 0 < steps.index(one) < len(steps) - 1
+            for steps, one in ((ladder, variant), (rungs, policy))
+        ]
+        if not all(inner):
+            return "edge"
+        return "natural end" if len(ladder) > 1 and variant in ends else "inside"
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,12 @@ class TuningResult:
     trials: int
     global_batch: int
     runs: tuple[Result, ...]
+
+    @property
+    def place(self) -> str:
+        """Where the chosen variant lies in what can be tried: see Competitor."""
+        workers = cluster_of(self.scenario, planned=False).workers
+        return self.competitor.place(self.policy, len(workers))
 
     @property
     def seconds(self) -> list[float]:
@@ -182,13 +210,18 @@ def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
     return replace(made, up_bytes=0.0, down_bytes=0.0, server_bandwidth=math.inf)
 
 
-def smaller(cluster: Scenario, share: float) -> Scenario:
-    """With so much of the global batch, planned: each sample goes to the worker that ends soonest with it."""
-    counts = [0] * len(cluster.workers)
-    for _ in range(round(share * cluster.global_batch)):
-        ends = [w.cost(n + 1) for w, n in zip(cluster.workers, counts, strict=True)]
-        counts[ends.index(min(ends))] += 1
-    pairs = zip(cluster.workers, counts, strict=True)
+def smaller(cluster: Scenario, share: float, *, planned: bool) -> Scenario:
+    """With so much of the global batch. planned: each sample goes to the worker that ends soonest with it;
+    otherwise all have as many.
+    """
+    workers, total = cluster.workers, round(share * cluster.global_batch)
+    counts = [total // len(workers) + (k < total % len(workers)) for k in range(len(workers))]
+    if planned:
+        counts = [0] * len(workers)
+        for _ in range(total):
+            ends = [w.cost(n + 1) for w, n in zip(workers, counts, strict=True)]
+            counts[ends.index(min(ends))] += 1
+    pairs = zip(workers, counts, strict=True)
     return replace(cluster, workers=tuple(replace(w, batch=n) for w, n in pairs if n), schedule=None)
 
 
@@ -220,11 +253,14 @@ class Trial:
     scenario: TuningScenario
     cluster: Scenario
     policy: str
+    planned: bool = True
 
     def run(self, lr: float, seed: int, limit: float = math.inf) -> Result:
         """Train once, and stop after `limit` seconds."""
         policy, _, share = self.policy.partition("@")
-        cluster = smaller(self.cluster, float(share)) if share else self.cluster
+        cluster = self.cluster
+        if share:
+            cluster = smaller(cluster, float(share), planned=self.planned)
         most = self.scenario.max_batches * self.cluster.global_batch // cluster.global_batch
         options = {"iterations": most, "seed": seed, "seconds": limit}
         learner = self.scenario.learner
@@ -278,26 +314,59 @@ class Tuner:
         return self.found[key]
 
 
+class Search:
+    """The best policy and step size that were found so far."""
+
+    def __init__(self, scenario: TuningScenario, competitor: Competitor, seeds: Sequence[int]) -> None:
+        self._scenario, self._competitor, self._seeds = scenario, competitor, seeds
+        self.cluster = cluster_of(scenario, planned=competitor.planned)
+        self.best, self.trials = (math.inf, GRID[0], self._trial(competitor.variants[0])), 0
+
+    def run(self) -> None:
+        """Climb the ladder of variants, and for each of them that of its shares."""
+        self._climb(self._competitor.ladder(len(self.cluster.workers)), self._shares)
+
+    def _trial(self, policy: str) -> Trial:
+        return Trial(self._scenario, self.cluster, policy, self._competitor.planned)
+
+    def _climb(self, rungs: Sequence[str], seconds: Callable[[str, float], float]) -> float:
+        """Until ENOUGH in a row are no better than the best of these rungs. Returns its seconds."""
+        best, behind = math.inf, 0
+        for rung in rungs:
+            found = seconds(rung, best)
+            behind = 0 if found < best else behind + 1
+            best = min(best, found)
+            if behind == ENOUGH and best < math.inf:
+                break
+        return best
+
+    def _shares(self, variant: str, best: float) -> float:
+        rungs = self._competitor.rungs(variant)
+        return self._tune(variant, best) if len(rungs) == 1 else self._climb(rungs, self._tune)
+
+    def _tune(self, policy: str, best: float) -> float:
+        """Its median seconds with its best step size; infinite: it takes longer than the best."""
+        trial = self._trial(policy)
+        tuner = Tuner(trial, self._seeds, best)
+        step_size, seconds = tuner.best()
+        self.trials += len(tuner.found) * len(self._seeds)
+        if seconds < self.best[0]:
+            self.best = seconds, step_size, trial
+        return seconds
+
+
 def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:
     """Choose a competitor's variant and step size, then train with them once for each seed."""
     if budget.quick:
         scenario = replace(scenario, max_batches=8, target=2.2)
-        competitor = replace(competitor, variants=competitor.variants[:1])
-    cluster = cluster_of(scenario, planned=competitor.planned)
-    ladder = competitor.ladder(len(cluster.workers))
-    chosen, lr, best, trials, behind = Trial(scenario, cluster, ladder[0]), GRID[0], math.inf, 0, 0
-    for policy in ladder:
-        trial = Trial(scenario, cluster, policy)
-        tuner = Tuner(trial, budget.tuning, best)
-        step_size, seconds = tuner.best()
-        trials += len(tuner.found) * len(budget.tuning)
-        behind = 0 if seconds < best else behind + 1
-        if seconds < best:
-            chosen, lr, best = trial, step_size, seconds
-        if behind == ENOUGH and best < math.inf:
-            break
+        first = competitor.variants[:1], competitor.shares[:1]
+        competitor = replace(competitor, variants=first[0], shares=first[1])
+    search = Search(scenario, competitor, budget.tuning)
+    search.run()
+    _, lr, chosen = search.best
     runs = tuple(chosen.run(lr, seed) for seed in budget.seeds)
-    return TuningResult(scenario, competitor, chosen.policy, lr, trials, cluster.global_batch, runs)
+    whole = search.cluster.global_batch
+    return TuningResult(scenario, competitor, chosen.policy, lr, search.trials, whole, runs)
 
 
 def tuned(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:

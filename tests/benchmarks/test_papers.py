@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import acceptance
 import papers
+import papers_rivals
+import papers_saps
 import pytest
 import ringmaster
 import tuning
@@ -27,7 +30,7 @@ def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quick:
     return run
 
 
-@pytest.mark.parametrize(("part", "competitors"), [("boa", 6 * 3), ("r2sp", 4 * 2), ("saps", 6 + 7)])
+@pytest.mark.parametrize(("part", "competitors"), [("boa", 6), ("r2sp", 4 * 2), ("saps", 6 + 7)])
 def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) -> None:
     text = quick(part)
     tables = text.count("\n|--")
@@ -68,13 +71,57 @@ def test_what_is_tuned_lies_inside_what_was_tried(monkeypatch: pytest.MonkeyPatc
 
 def test_a_part_of_the_global_batch_is_planned_too() -> None:
     whole = tuning.cluster_of(tuning.TuningScenario("five"), planned=True)
-    assert tuning.smaller(whole, 1.0).batches == whole.batches
-    half = tuning.smaller(whole, 0.5)
+    assert tuning.smaller(whole, 1.0, planned=True).batches == whole.batches
+    half = tuning.smaller(whole, 0.5, planned=True)
     assert half.global_batch == 48
     ends = [w.cost(w.batch) for w in half.workers]
     assert max(ends) <= min(w.cost(w.batch + 1) for w in half.workers)
-    few = tuning.smaller(tuning.cluster_of(tuning.TuningScenario("three-types"), planned=True), 0.12)
+    assert tuning.smaller(whole, 0.5, planned=False).batches == (10, 10, 10, 9, 9)
+    few = tuning.smaller(
+        tuning.cluster_of(tuning.TuningScenario("three-types"), planned=True), 0.12, planned=True
+    )
     assert (few.global_batch, len(few.workers)) == (15, 3)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.35, 0.12])
+def test_each_count_has_its_own_best_share(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """The best pair lies where neither number is the best with the first value of the other."""
+
+    def seconds(trial: tuning.Trial, lr: float, seed: int, limit: float = math.inf) -> float:
+        policy, _, part = trial.policy.partition("@")
+        k = int(policy.removeprefix("backup:k="))
+        here = 1.0 + abs(math.log2(k / 2)) + k * abs(math.log2(float(part or 1.0) / share))
+        return here + abs(math.log2(lr))
+
+    monkeypatch.setattr(tuning.Trial, "seconds", seconds)
+    monkeypatch.setattr(tuning.Trial, "run", lambda *_: None)
+    scenario = tuning.TuningScenario("eight")
+    found = tuning.tune(scenario, acceptance.BACKUP_FEWER, tuning.Budget(seeds=(1,), tuning=(2,)))
+    assert (found.policy, found.place) == (f"backup:k=2@{share:g}", "inside")
+
+
+def test_an_end_of_what_was_tried_is_the_policys_own_or_counts_as_missed() -> None:
+    backup, ssp = acceptance.BACKUP, acceptance.SSP
+    assert [backup.place(f"backup:k={k}", 8) for k in (1, 2, 6, 7)] == [
+        *("natural end", "inside", "inside", "natural end")
+    ]
+    assert [ssp.place(f"ssp:bound={b}", 8) for b in (0, 1, 55)] == ["natural end", "inside", "edge"]
+    shares = acceptance.FEWER.rungs("bsp")
+    assert [acceptance.FEWER.place(shares[k], 8) for k in (0, 1, -1)] == ["edge", "inside", "edge"]
+    assert tuning.Competitor("one", ("asp",)).place("asp", 8) == "inside"
+
+
+def test_every_best_value_of_the_page_is_inside_or_at_an_end_of_its_own() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "results" / "papers.md").read_text()
+    places: Counter[str] = Counter()
+    for table in re.findall(r"\*\*`([\w-]+)`[^\n]*\n\n((?:\|[^\n]*\n)+)", page):
+        workers = len(tuning.cluster_of(tuning.TuningScenario(table[0]), planned=False).workers)
+        several = (*vars(acceptance).values(), *papers_rivals.RIVALS, *papers_saps.competitors(table[0]))
+        known = {c.title: c for c in several if isinstance(c, tuning.Competitor)}
+        for title, policy in re.findall(r"^\| ([^|]*?) +\| +`(\S+)` \|", table[1], re.MULTILINE):
+            places[known.get(title, acceptance.PLANNED).place(policy, workers)] += 1
+    assert places["edge"] == 0, places
+    assert places["inside"] > 50
 
 
 def test_the_setting_of_ringmaster(quick: Quick) -> None:
