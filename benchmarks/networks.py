@@ -1,4 +1,4 @@
-"""The four systems on networks that people know: python benchmarks/networks.py [--seeds 3] [--real] [--docs].
+"""The four systems on networks that people know: python benchmarks/networks.py [--seeds 5] [--real] [--docs].
 
 ResNet-20, a VGG and a GPT (known_networks.py) train on four unlike devices that share a server's link
 (clusters/hps.toml), in virtual time with real gradients, at the learning rate that they have under `bsp`. For
@@ -25,15 +25,16 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import msgspec
 import torch
 from known_networks import NETWORKS, Network, loss_of
 from pipelined import Array, Coded
-from record import machine, table, write_section
+from record import Kept, machine, table, write_section
 from safetensors.torch import load_file
 
 from pyps.formats.records import read_run
 from pyps.run import RunOptions, run
-from pyps.simulate import Result, Scenario, TorchObjective, scenario_of, simulate
+from pyps.simulate import Scenario, TorchObjective, scenario_of, simulate
 from pyps.store.policies import policy_named
 from pyps.tasks import TrainingTask
 
@@ -100,12 +101,23 @@ WAYS = (
 )
 
 
-def trained(case: tuple[str, Way, int]) -> Result:
+Case = tuple[str, Way, int]  # network, way, seed
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """What a training came to. curve: seconds, samples and held-out loss."""
+
+    curve: list[tuple[float, int, float]]
+    seconds: float
+    samples: int
+
+
+def trained(case: Case) -> Learned:
     """One training in virtual time."""
     name, way, seed = case
     network = NETWORKS[name]
     scenario, objective = way.scenario(), HeldOut(network, seed)
-    return simulate(
+    result = simulate(
         scenario,
         way.policy,
         iterations=network.batches,
@@ -116,25 +128,26 @@ def trained(case: tuple[str, Way, int]) -> Result:
         optimizer=network.optimizer,
         pipeline=way.depth,
     )
+    return Learned(list(result.curve), result.seconds, result.samples)
 
 
-def timed(result: Result, case: tuple[str, Way, int]) -> Result:
+def timed(result: Learned, case: Case) -> Learned:
     """A training by the same gradients at the same parameters, with the times of another way."""
     name, way, seed = case
     other = simulate(way.scenario(), way.policy, iterations=NETWORKS[name].batches, seed=seed)
     share = other.seconds / result.seconds
-    curve = tuple((share * seconds, samples, loss) for seconds, samples, loss in result.curve)
-    return replace(result, curve=curve, seconds=other.seconds)
+    curve = [(share * seconds, samples, loss) for seconds, samples, loss in result.curve]
+    return Learned(curve, other.seconds, result.samples)
 
 
-def reached(result: Result, loss: float) -> tuple[float, float]:
+def reached(result: Learned, loss: float) -> tuple[float, float]:
     """Seconds and samples until the median of three looks was first so low; infinite: never."""
     looks = zip(result.curve, result.curve[1:], result.curve[2:], strict=False)
     smooth = ((*last[:2], statistics.median(look[2] for look in (*two, last))) for *two, last in looks)
     return next(((seconds, float(n)) for seconds, n, value in smooth if value <= loss), (math.inf, math.inf))
 
 
-def compared(name: str, found: dict[tuple[str, Way, int], Result], seeds: range) -> str:
+def compared(name: str, found: dict[Case, Learned], seeds: range) -> str:
     """A network's table."""
 
     def over(way: Way) -> list[str]:
@@ -158,7 +171,7 @@ def compared(name: str, found: dict[tuple[str, Way, int], Result], seeds: range)
     return f"**{network.title}**, {count:,} parameters, {network.optimizer}. {about}\n\n{table(rows)}"
 
 
-def loss_after(result: Result, share: float) -> float:
+def loss_after(result: Learned, share: float) -> float:
     """The median of the five looks that end after this share of the samples: a single one is noisy."""
     last = next(k for k, look in enumerate(result.curve) if look[1] >= share * result.samples)
     return statistics.median(loss for _, _, loss in result.curve[last - 4 : last + 1])
@@ -214,11 +227,23 @@ def run_for_real(name: str, policy: str, folder: Path) -> list[str]:
     ]
 
 
+def all_trained(cases: list[Case], processes: int, kept: Kept) -> dict[Case, Learned]:
+    """Each training, those that are kept left out."""
+    names = {case: f"{case[0]}, {case[1].title}, seed {case[2]}" for case in cases}
+    missing = [case for case in cases if kept.get(names[case]) is None]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for case, learned in zip(missing, pool.imap(trained, missing), strict=True):
+            kept.add(names[case], msgspec.to_builtins(learned))
+    return {case: msgspec.convert(kept.get(names[case]), Learned) for case in cases}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--real", action="store_true", help="train each once as processes instead")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--keep", type=Path, help="a file of the trainings so far, to go on from")
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
     if options.real:
@@ -232,8 +257,7 @@ def main() -> int:
         seeds = range(options.seeds)
         every = [(name, way, seed) for name in options.networks for way in WAYS for seed in seeds]
         cases = [case for case in every if not case[1].ring]
-        with multiprocessing.get_context("spawn").Pool() as pool:
-            found = dict(zip(cases, pool.map(trained, cases, chunksize=1), strict=True))
+        found = all_trained(cases, options.processes, Kept(options.keep))
         for name, way, seed in set(every) - set(cases):
             found[name, way, seed] = timed(found[name, EVEN, seed], (name, way, seed))
         tables = [compared(name, found, seeds) for name in options.networks]

@@ -4,6 +4,7 @@ section of docs/ between two markers.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -89,3 +91,25 @@ def write_section(name: str, text: str, where: str = "benchmarks.md") -> None:
     if not found:
         raise SystemExit(f"{page}: the markers of section {name} are missing")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+class Kept:
+    """Figures of a long benchmark by what they are of, so that one that was cut off goes on.
+
+    path: a file with a line of JSON for each, that several processes may add to; None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._found = path, dict[str, Any]()
+        if path is not None and path.exists():
+            self._found = dict(json.loads(line) for line in path.read_text().splitlines())
+
+    def get(self, what: str) -> Any:
+        """The figures of this; None: there are none yet."""
+        return self._found.get(what)
+
+    def add(self, what: str, figures: Any) -> None:
+        self._found[what] = figures
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps([what, figures]) + "\n")

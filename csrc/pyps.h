@@ -410,7 +410,8 @@ enum {                                                                          
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,
        PYPS_HPS = 11,
-       PYPS_CUSTOM = 12
+       PYPS_CUSTOM = 12,
+       PYPS_QUORUM = 13
 };
 /* What part of an optimizer step a push takes that no round waits for: its part of a global batch (the sum of the
  * planned batches), or a whole one. */
@@ -422,7 +423,7 @@ enum { PYPS_DROP = 0, PYPS_WEIGH = 1 };
 /* A policy's parameters. Each policy reads its own; the others are 0. */
 typedef struct {
     uint32_t size;
-    uint32_t backup;      /* backup: gradients that a round closes without */
+    uint32_t backup;      /* backup, quorum: gradients that a round closes without */
     uint32_t splits;      /* softsync: a step from every floor(workers / splits) gradients */
     uint32_t bound;       /* ssp, dssp: steps ahead of the slowest; saps: staleness; UINT32_MAX: no bound */
     uint32_t extra;       /* dssp: steps beyond `bound` that the fastest may get */
@@ -436,7 +437,7 @@ typedef struct {
     double slack;         /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience;      /* r2sp: periods after which a turn that is not taken is skipped */
     double noise;    /* saps, PYPS_MEASURED: of a gradient, squared, over the true one; below 0: measured */
-    double own;      /* of a policy that has another number: see its file */
+    double own;      /* of a policy that has another number: see its file; quorum: the grace */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;
 

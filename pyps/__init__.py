@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyps.store.policies import ConSGD as ConSGD
     from pyps.store.policies import Custom as Custom
     from pyps.store.policies import DynSGD as DynSGD
+    from pyps.store.policies import Quorum as Quorum
     from pyps.store.policies import SaPS as SaPS
     from pyps.store.policies import Softsync as Softsync
     from pyps.worker.arrays import ArrayModel as ArrayModel
@@ -51,6 +52,7 @@ _HOME = {
     "DSSP": "pyps.store.policies",
     "DynSGD": "pyps.store.policies",
     "HPS": "pyps.store.policies",
+    "Quorum": "pyps.store.policies",
     "R2SP": "pyps.store.policies",
     "SSP": "pyps.store.policies",
     "SaPS": "pyps.store.policies",

@@ -33,6 +33,7 @@ struct policy {
     bool waits_for_round; /* a worker that has staged continues when its round has closed */
     bool overlaps_rounds; /* with waits_for_round: the next step may be computed meanwhile */
     bool drops_late;      /* a round that closes without a worker takes the worker's samples back */
+    bool merges_late;     /* the worker goes on, and comes into the round that is open then */
     bool uses_turns;      /* a pull follows each push, and the turn passes with it */
     bool starts_at_once; /* no start waits for others: what a worker pulls at its push serves its next step */
     bool resizes_batches; /* claims follow the measured speed of each rank */
@@ -57,8 +58,8 @@ struct policy {
     void (*on_pull)(struct view *view, const struct event *event);
     /* Between micro-batches: PYPS_CONTINUE ... NULL: always continue. */
     int (*on_check)(struct view *view, const struct event *event);
-    /* After every event, if a gradient is staged: does the open round close now? */
-    bool (*closes)(const struct view *view);
+    /* After every event, if a gradient is staged: does the open round close now? May set view->next_deadline. */
+    bool (*closes)(struct view *view, uint64_t now);
     /* A round opens: sets how many samples each rank gets. NULL: the planned batches. */
     void (*on_open)(struct view *view);
     /* After every event: changes the view further, and sets view->next_deadline. */
@@ -95,7 +96,7 @@ struct policy {
     row(bsp, PYPS_BSP) row(asp, PYPS_ASP) row(backup, PYPS_BACKUP) row(softsync, PYPS_SOFTSYNC)              \
         row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(consgd, PYPS_CONSGD)            \
             row(dcasgd, PYPS_DCASGD) row(saps, PYPS_SAPS) row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS)            \
-                row(custom, PYPS_CUSTOM)
+                row(custom, PYPS_CUSTOM) row(quorum, PYPS_QUORUM)
 
 #define DECLARE_ROW(name, number) extern const struct policy policy_##name;
 POLICIES(DECLARE_ROW)

@@ -15,9 +15,13 @@
 
 static uint64_t progress(const struct view *v) { return v->round; }
 
-static bool all_staged(const struct view *v) { return !v->outstanding; }
+static bool all_staged(struct view *v, uint64_t now) {
+    (void)now;
+    return !v->outstanding;
+}
 
-static bool enough_staged(const struct view *v) {
+static bool enough_staged(struct view *v, uint64_t now) {
+    (void)now;
     return !v->outstanding || v->staged + (uint64_t)v->policy_params.backup >= v->active;
 }
 
@@ -27,7 +31,8 @@ static float by_staleness(const struct view *v, uint64_t staleness) {
     return staleness ? whole / (float)staleness : whole;
 }
 
-static bool split_staged(const struct view *v) {
+static bool split_staged(struct view *v, uint64_t now) {
+    (void)now;
     uint32_t wanted = v->active / v->policy_params.splits;
     return v->staged >= (wanted ? wanted : 1) || (!v->outstanding && !view_samples_left(v));
 }

@@ -57,9 +57,10 @@ static void finish_claim(struct view *v, const struct event *e, uint64_t stalene
     time_rank(v, e);
 }
 
-/* Where late gradients are dropped, the last round has their samples only: often those of a single worker. */
+/* Where rounds close without late gradients, the last round has those samples only: often of a single worker. */
 static bool is_rest(const struct view *v) {
-    return policy_find(v->policy)->drops_late && !view_samples_left(v) &&
+    const struct policy *policy = policy_find(v->policy);
+    return (policy->drops_late || policy->merges_late) && !view_samples_left(v) &&
            v->staged + (uint64_t)v->policy_params.backup < v->active;
 }
 
@@ -260,7 +261,8 @@ static void close_round(struct view *v) {
 /* A worker's samples of the round that opens, or of one of the `later` rounds after it. */
 static void assign(struct view *v, uint32_t slot, uint32_t later, uint64_t now) {
     const struct member *m = view_member(v, slot);
-    if (m->state != PYPS_ACTIVE || (!later && view_samples_start_next(v, slot, now))) return;
+    if (m->state != PYPS_ACTIVE || (!later && (m->claim_count || view_samples_start_next(v, slot, now))))
+        return;
     if (!view_takes_part(v, m)) return;
     if (!view_samples_left(v) || (later && m->ahead >= later)) return;
     if (later) view_samples_claim_ahead(v, slot);
@@ -291,6 +293,8 @@ static void open_round(struct view *v, uint64_t now) {
 void view_advance_rounds(struct view *v, uint64_t now) {
     const struct policy *policy = policy_find(v->policy);
     if (!v->all_joined) return;
-    if (v->staged && policy->closes(v)) close_round(v);
-    if (policy->assigns_rounds && !v->outstanding && !v->staged) open_round(v, now);
+    bool closes = v->staged && policy->closes(v, now);
+    if (closes) close_round(v);
+    bool opens = !v->outstanding || (closes && policy->merges_late); /* then late workers are computing */
+    if (policy->assigns_rounds && opens && !v->staged) open_round(v, now);
 }

@@ -344,6 +344,32 @@ class HPS(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quorum(Policy):
+    """BSP that does not wait for the `k` slowest longer than `grace` times what all others took.
+
+    They go on, and what they push is merged in the round that is open then: no sample is lost or repeated.
+    """
+
+    k: int = 1
+    grace: float = 0.5
+
+    name: ClassVar[str] = "quorum"
+    number: ClassVar[int] = 13
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_count("k", 0)
+        self._check("grace", least=0.0)
+
+    @property
+    def pace(self) -> Pace:
+        return ROUND
+
+    def _params(self) -> PolicyParams:
+        return PolicyParams(backup=self.k, own=float(self.grace))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Custom(Policy):
     """Base of custom policies: a frozen dataclass in a module that workers can import, with either method.
 

@@ -33,6 +33,7 @@ CASES = [
     torture.Case("bsp", "sgd"),
     torture.Case("bsp", "momentum", chunks=1, buffers=1, clip_norm=torture.CLIP_NORM),
     torture.Case("backup", "adamw", clip_norm=torture.CLIP_NORM),
+    torture.Case("quorum", "momentum", clip_norm=torture.CLIP_NORM),
     torture.Case("ssp", "sgd", chunks=64, clip_norm=torture.CLIP_NORM),
     torture.Case("dssp", "momentum"),
     torture.Case("saps", "momentum", buffers=1),
@@ -42,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, 0, 2, 3, 5, 7, 9), ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, 0, 2, 3, 5, 7, 10), ids=str)
 def test_no_push_is_lost_or_doubled_at_any_crash(program: Path, case: torture.Case) -> None:
     done = torture.torture(program, case, FAULTS, seed=2026)
     assert done.returncode == 0, done.stdout + done.stderr

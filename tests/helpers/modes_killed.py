@@ -53,6 +53,7 @@ MODES: list[Mode] = [
     ("asp", (), True),
     ("saps", ("--codec", "int8"), True),
     ("asp", ("--depth", "2"), True),
+    ("quorum", (), True),
 ]
 TRAIN = """
 import sys, time

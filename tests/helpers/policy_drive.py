@@ -19,6 +19,7 @@ from pyps.store.policies import (
     Backup,
     DynSGD,
     Policy,
+    Quorum,
     SaPS,
     Softsync,
 )
@@ -31,6 +32,7 @@ POLICIES: list[Policy] = [
     DynSGD(), DCASGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
     SaPS(late="drop", noise=1.0), SaPS(threshold="ringmaster", late="weigh"),
     SaPS(threshold="fixed", bound=3, abort=True), R2SP(slack=0.0), R2SP(), HPS(),
+    Quorum(k=1), Quorum(k=2, grace=0.0),
 ]  # fmt: skip
 orders = st.lists(st.integers(0, 3), min_size=30, max_size=250)
 
@@ -77,6 +79,7 @@ class Drive:
         if d.verdict == WAIT:
             return False
         self.claims[k] = (d.first, d.count)
+        self.see()
         if k not in self.fresh:
             self.pull(k)
         self.fresh.discard(k)
@@ -87,6 +90,7 @@ class Drive:
         self.pulled[k] = self.version
         self.owes_pull.discard(k)
         self.core.step(EventKind.PULL, k, self.now, version=self.version)
+        self.see()
 
     def push(
         self, k: int, samples: int | None = None, compute_nanoseconds: int = STEP, norm: float = 0.0

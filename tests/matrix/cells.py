@@ -16,10 +16,10 @@ from pyps.store.policies import Policy, policy_named, register_policy
 CUSTOM = "halving.Halving:bound=1"
 POLICIES = (
     "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=1", "dssp", "dynsgd", "consgd", "dcasgd:lambda=10",
-    "saps", "saps:threshold=fixed,bound=1,late=drop", "saps:abort=true", "r2sp",
+    "saps", "saps:threshold=fixed,bound=1,late=drop", "saps:abort=true", "r2sp", "quorum:k=1",
     "r2sp:slack=0,patience=1000000", "hps", CUSTOM,
 )  # fmt: skip
-BY_TIME = {"dssp", "saps", "saps:abort=true", "r2sp", "hps"}  # decide by how long things took
+BY_TIME = {"dssp", "saps", "saps:abort=true", "r2sp", "hps", "quorum:k=1"}  # decide by how long things took
 WEIGH = {
     "backup:k=1",
     "softsync:n=1",

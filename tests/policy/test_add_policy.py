@@ -53,7 +53,7 @@ def test_the_page_adds_a_policy(tmp_path: Path, shm: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc/policy/policy_fedasync.c").write_text(block("c"), encoding="utf-8")
     rows, classes = tmp_path / "csrc/policy/policy.h", tmp_path / "pyps/store/policies.py"
-    last = "row(custom, PYPS_CUSTOM)"
+    last = "row(quorum, PYPS_QUORUM)"
     assert rows.read_text().count(last) == 1
     rows.write_text(rows.read_text().replace(last, block("c", 1).strip()), encoding="utf-8")
     before = "@dataclass(frozen=True, kw_only=True)\nclass Custom(Policy):"

@@ -17,10 +17,10 @@ NEEDS = {
     "needs_base_params": {"dcasgd"},
     "needs_grad_norm": {"saps"},
     "resizes_batches": {"hps"},
-    "allows_pipeline": set(Policy.known) - {"bsp", "backup"},
-    "waits_for_rounds": {"bsp", "backup", "hps"},
+    "allows_pipeline": set(Policy.known) - {"bsp", "backup", "quorum"},
+    "waits_for_rounds": {"bsp", "backup", "quorum", "hps"},
     "starts_at_once": {"asp", "dynsgd", "dcasgd", "saps"},
-    "collects_pushes": {"bsp", "backup", "hps", "softsync"},
+    "collects_pushes": {"bsp", "backup", "quorum", "hps", "softsync"},
 }
 
 
@@ -43,5 +43,5 @@ def test_a_custom_policy_needs_nothing_more_than_a_push() -> None:
 
 
 def test_an_unknown_number_is_refused() -> None:
-    with pytest.raises(errors.UnknownPolicy, match="found 13"):
-        native.policy_needs(13)
+    with pytest.raises(errors.UnknownPolicy, match="found 14"):
+        native.policy_needs(14)

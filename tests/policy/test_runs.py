@@ -133,7 +133,9 @@ def test_a_run_of_every_policy_ends(shm: Path, tmp_path: Path, name: str) -> Non
     assert report.samples.trained == SAMPLES
 
 
-@pytest.mark.parametrize("name", sampled(["backup", "softsync", "ssp:bound=1", "saps", "r2sp", "hps"], 0, 4))
+@pytest.mark.parametrize(
+    "name", sampled(["backup", "softsync", "ssp:bound=1", "saps", "r2sp", "hps", "quorum"], 0, 4)
+)
 @pytest.mark.parametrize("befalls", [DIES, STOPS], ids=["dies", "stops"])
 def test_no_worker_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:
     report = loop(tmp_path, name, befalls)

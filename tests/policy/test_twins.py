@@ -23,6 +23,7 @@ from pyps.store.policies import (
     Backup,
     DynSGD,
     Policy,
+    Quorum,
     SaPS,
     Softsync,
 )
@@ -34,7 +35,7 @@ ORDERED = [  # those that decide by order alone, not by how long things took
     BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), DCASGD(correction=0.0),
     SaPS(threshold="fixed", bound=2), SaPS(threshold="ringmaster"), SaPS(threshold="quantile", quantile=0.5),
     SaPS(threshold="fixed", bound=2, late="weigh"),
-    R2SP(slack=0.0, patience=1e6),
+    R2SP(slack=0.0, patience=1e6), Quorum(k=1, grace=0.0),
 ]  # fmt: skip
 
 

@@ -213,7 +213,7 @@ def test_turns_that_bind_leave_workers_out_or_not_as_the_milp_does() -> None:
 
 def test_every_policy_has_a_pace() -> None:
     kinds = {name: kind().pace.kind for name, kind in Policy.known.items()}
-    assert {name for name, kind in kinds.items() if kind == "round"} == {"bsp", "backup", "hps"}
+    assert {name for name, kind in kinds.items() if kind == "round"} == {"bsp", "backup", "quorum", "hps"}
     assert {name for name, kind in kinds.items() if kind == "clock"} == {"ssp", "dssp"}
     assert kinds["r2sp"] == "turns"
     assert policy_named("backup:k=2").pace.spare == 2
