@@ -4,6 +4,10 @@ A round has H global batches. A worker's local step has the even share of a glob
 holds, and the planner gives it as many steps, H_i, as let all workers end together. So its batch, H_i b_i, is
 a batch in micro-batches of b_i, which take their time one after the other, with one transfer. Steps are a
 little smaller where whole ones do not come out even; a worker with a batch_multiple takes whole ones.
+
+A smaller local step needs fewer samples to a loss, and more time for each: what a step costs whatever its
+samples, like Muon's orthogonalization, is in the profile. How many samples it saves depends on the model, and
+no file says so. `local_batch = "auto"` therefore takes the smallest step that is nearly as fast as any.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Cluster, PlanWorker, WorkerGroup
 from pyps.formats.cluster import CLUSTER_FILE
+from pyps.formats.mode import AUTO
+from pyps.solver.costs import Cost
 
 MAX_PARTS = 1_000_000  # of a batch, as WorkerGroup has it
 IDLE_WORTH_A_WARNING = 0.10
+SLOWER = 0.05  # in samples a second, that an automatic local step may be
+MOST_SIZES = 1024  # of a local step, that are compared; more are so many, evenly spaced
 
 
 def round_samples(cluster: Cluster) -> int:
@@ -29,17 +37,21 @@ def round_samples(cluster: Cluster) -> int:
     return samples
 
 
-def local_groups(cluster: Cluster, at_once: Sequence[int]) -> list[WorkerGroup]:
+def local_groups(cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost]) -> list[WorkerGroup]:
     """The cluster's groups, where they take local steps: bounds for batches of whole local steps.
 
-    at_once: the most samples of each group at once. Without local steps the groups are unchanged.
+    at_once: the most samples of each group at once. costs: of a step of one rank of each. Without local steps
+    the groups are unchanged.
     """
     groups = cluster.worker
     if cluster.run.local_steps is None:
         return groups
     samples, workers = round_samples(cluster), sum(group.count for group in groups)
     even = max(1, cluster.job.global_batch // workers)
-    sizes = [_local_batch(group, min(even, most)) for group, most in zip(groups, at_once, strict=True)]
+    wanted = cluster.run.local_batch or even
+    if wanted == AUTO:
+        wanted = _smallest_fast(groups, at_once, costs, even)
+    sizes = [_local_batch(group, min(wanted, most)) for group, most in zip(groups, at_once, strict=True)]
     whole = len(set(sizes)) == 1 and samples % sizes[0] == 0
     return [
         msgspec.structs.replace(
@@ -59,9 +71,30 @@ def idle_warning(cluster: Cluster, workers: Sequence[PlanWorker], iteration_seco
     idle = 1.0 - worker.predicted_seconds / iteration_seconds
     if count is None or idle < IDLE_WORTH_A_WARNING:
         return []
+    if cluster.run.local_batch is not None:
+        count = max(1, round(sum(w.accumulation for w in workers) / len(workers)))
     steps = f"{count} local step{'s' * (count > 1)} of {worker.micro_batch} samples on average"
     remedy = "more of them, or a smaller global_batch, would fit better"
     return [f"{worker.name}: idle for {idle:.1%} of a round, which has {steps}: {remedy}"]
+
+
+def _smallest_fast(
+    groups: Sequence[WorkerGroup], at_once: Sequence[int], costs: Sequence[Cost], even: int
+) -> int:
+    """The least samples of a local step, up to the even share, with which all workers together compute nearly
+    as many samples a second as with any.
+    """
+
+    def rate(size: int) -> float:
+        found = 0.0
+        for group, most, cost in zip(groups, at_once, costs, strict=True):
+            own = _local_batch(group, min(size, most))
+            found += group.count * group.ranks_each * own / cost.seconds(own)
+        return found
+
+    count = min(even, MOST_SIZES)
+    rates = {size: rate(size) for size in (1 + k * (even - 1) // max(1, count - 1) for k in range(count))}
+    return min(size for size, found in rates.items() if found >= (1.0 - SLOWER) * max(rates.values()))
 
 
 def _local_batch(group: WorkerGroup, most: int) -> int:

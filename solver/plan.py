@@ -233,7 +233,7 @@ def plan_of(
         r2sp=r2sp,
         hps=hps_estimate(compute, links, designs),
         warnings=warnings,
-        run=_run_mode(cluster) if cluster.run.is_stated else None,
+        run=_run_mode(cluster, workers) if cluster.run.is_stated else None,
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
@@ -320,13 +320,14 @@ def _lower_bound(cluster: Cluster, constrained: ConstrainedProblem, solution: Co
     return subset_bound(constrained.problem, constrained.sync, solution.iteration_seconds)
 
 
-def _run_mode(cluster: Cluster) -> RunMode:
+def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> RunMode:
     """The mode that the plan is made for."""
     return RunMode(
         policy=stated_policy(cluster.run),
         round_timeout=cluster.run.round_timeout,
         pipeline=cluster.run.depths[1] > 1,
         local_steps=cluster.run.local_steps,
+        local_batch=max(w.micro_batch for w in workers) if cluster.run.local_batch else None,
         average_moments=cluster.run.average_moments,
     )
 

@@ -109,9 +109,9 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         ]
         of_ranks = [(group, profile) for group, (_, profile) in zip(bounded, of_ranks, strict=True)]
     cluster = msgspec.structs.replace(cluster, worker=[group for group, _ in of_ranks])
-    for group, (_, profile), most in zip(local_groups(cluster, at_once), of_ranks, at_once, strict=True):
-        if profile.fit is None:
-            raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
+    fits = [_fit_of(group, profile) for group, profile in of_ranks]
+    groups = local_groups(cluster, at_once, [cost_of(fit) for fit in fits])
+    for group, (_, profile), most in zip(groups, of_ranks, at_once, strict=True):
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
         assert whole.fit is not None
@@ -130,6 +130,12 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         rank = replace(rank, group=with_energy(rank.group, cluster.job.price_per_kwh))
         ranks += [replace(rank, name=name) for name in group.unit_names()]
     return ranks
+
+
+def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:
+    if profile.fit is None:
+        raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
+    return profile.fit
 
 
 def cost_of(fit: Fit, factor: float = 1.0) -> Cost:

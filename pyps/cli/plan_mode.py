@@ -5,6 +5,7 @@ The policies are imported only where a mode needs them: planning as such works w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 from pyps.errors import Infeasible, InputError, one_of
 from pyps.formats import Cluster, Pace
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
+from pyps.formats.mode import AUTO, CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
 from pyps.formats.options import check_limits
 from pyps.solver.mode import stated_policy
 
@@ -34,6 +35,10 @@ def with_mode(path: Path, read: Cluster, options: Mapping[str, Any]) -> Cluster:
             raise InputError(flag, "", repr(name), one_of(name, (*CODEC_BITS, FROM_PLAN)))
     check_limits(RunTable, options, "--")
     given = {key: value for key, value in options.items() if value is not None}
+    if (local := given.get("local_batch")) is not None and local != AUTO:
+        if not re.fullmatch(r"[1-9]\d{0,8}", local):
+            raise InputError("--local-batch", "", repr(local), "a number of samples, or auto")
+        given["local_batch"] = int(local)
     policy, pipeline, depth = (options[key] for key in ("policy", "pipeline", "depth"))
     if pipeline is not None or depth is not None:  # one overrides the other, too
         given |= {"pipeline": pipeline, "depth": depth}

@@ -119,6 +119,9 @@ def mode_text(plan: Plan, run: RunMode) -> str:
     if run.local_steps is None:
         return text
     moments = f", {run.average_moments} averaged with the parameters" if run.average_moments else ""
+    if run.local_batch is not None:
+        rounds = f"{run.local_steps} global batch{'es' * (run.local_steps > 1)} in a round"
+        return f"{text}; {rounds}, local steps of {run.local_batch}{moments}"
     return f"{text}; {run.local_steps} local steps on average{moments}"
 
 

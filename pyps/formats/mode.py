@@ -26,6 +26,7 @@ CODEC_BITS: Final[dict[CodecName, Bits]] = {
 }  # of a number on the wire
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
+AUTO: Final = "auto"
 PaceKind = Literal["round", "clock", "turns", "free"]
 
 
@@ -57,6 +58,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     depth: options.DepthOption | None = None
     accumulation: options.AccumulationOption | None = None
     local_steps: options.LocalStepsOption | None = None
+    local_batch: options.LocalBatchOption | None = None
     average_moments: options.AverageMomentsOption | None = None
     round_timeout: options.RoundTimeoutOption | None = None
 
@@ -85,16 +87,18 @@ class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mode that a plan was made for; its predictions hold in this one.
 
     policy: as in `pyps run --policy`. pipeline: transfers overlap with compute, as deep as each worker's mode
-    says; else steps follow one another. local_steps: steps
-    of a worker's own optimizer between two pushes, on average; each worker takes its `accumulation`, of
-    micro_batch samples. null: none, the store steps with their gradients. average_moments: so many moments of
-    each parameter travel with it each way, in fp32.
+    says; else steps follow one another. local_steps: steps of a worker's own optimizer between two pushes, on
+    average; each worker takes its `accumulation`, of micro_batch samples. null: none, the store steps with
+    their gradients. local_batch: the samples of a local step, and local_steps then the global batches of a
+    round; null: the even share of one. average_moments: so many moments of each parameter travel with it each
+    way, in fp32.
     """
 
     policy: Name
     round_timeout: Seconds | None = None
     pipeline: bool = False
     local_steps: options.LocalStepsOption | None = None
+    local_batch: Batch | None = None
     average_moments: options.AverageMomentsOption | None = None
 
 
@@ -102,6 +106,8 @@ def check_run_table(where: str, run: RunTable) -> None:
     """Raises InputError, naming the file `where`, if keys of [run] contradict each other."""
     if run.local_steps is not None and (run.accumulation or 1) > 1:
         raise InputError(where, "run.accumulation", str(run.accumulation), "1 with local_steps")
+    if run.local_batch is not None and run.local_steps is None:
+        raise InputError(where, "run.local_batch", str(run.local_batch), "nothing without local_steps")
     if run.average_moments and (run.local_steps is None or run.depths[1] > 1):
         expected = "0 in a pipeline" if run.local_steps else "0 without local_steps"
         raise InputError(where, "run.average_moments", str(run.average_moments), expected)

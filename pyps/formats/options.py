@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_typ
 from msgspec import Meta
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Name
+from pyps.formats.kinds import Batch, Name
 
 MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
 MAX_LOCAL_STEPS: Final = 100_000
@@ -80,6 +80,15 @@ LocalStepsOption = Annotated[
         text="H",
         ge=1,
         le=MAX_LOCAL_STEPS,
+    ),
+]
+LocalBatchOption = Annotated[
+    Batch | Literal["auto"],
+    option(
+        "Samples of a local step; auto: the fewest at which the workers are hardly slower. "
+        "Default: each one's even share of a global batch.",
+        unit="samples",
+        text="N|auto",
     ),
 ]
 AverageMomentsOption = Annotated[

@@ -186,6 +186,8 @@ def test_another_split_keeps_the_local_batch(split: list[int]) -> None:
     [
         ({"local_steps": 2, "accumulation": 2}, r"run\.accumulation: found 2; expected 1 with local_steps"),
         ({"local_steps": 0}, "local_steps"),
+        ({"local_batch": 4}, r"run\.local_batch: found 4; expected nothing without local_steps"),
+        ({"local_batch": "some", "local_steps": 2}, "local_batch"),
         ({"average_moments": 1}, r"run\.average_moments: found 1; expected 0 without local_steps"),
         ({"average_moments": 2, "local_steps": 3, "pipeline": True}, "found 2; expected 0 in a pipeline"),
     ],
@@ -200,3 +202,61 @@ def test_contradictions_are_refused(table: dict[str, int], message: str) -> None
 def test_too_many_samples_in_a_round() -> None:
     with pytest.raises(InputError, match=r"run\.local_steps: found 100000, of 1000000 samples"):
         planned([profile(0.01, 0.0)] * 2, 1_000_000, 100_000)
+
+
+def with_local_batch(
+    profiles: list[Profile], global_batch: int, steps: int, local: Any, **group: Any
+) -> Plan:
+    groups = [WorkerGroup(name=f"w{k}", profile="p.json", **group) for k in range(len(profiles))]
+    run = RunTable(local_steps=steps, local_batch=local)
+    plan = make_plan(Cluster(job=Job(global_batch=global_batch), worker=groups, run=run), profiles)
+    check_plan("plan.json", plan)
+    return plan
+
+
+def test_a_local_batch_that_is_given_leaves_the_samples_of_a_round() -> None:
+    """As in benchmarks/local_samples.py: the steps become smaller and more, and all still end together."""
+    plan = with_local_batch([profile(0.04 / speed, 0.0) for speed in SPEEDS], 20, 10, 2)
+    assert [(w.accumulation, w.micro_batch) for w in plan.workers] == [(10, 2), (20, 2), (30, 2), (40, 2)]
+    assert plan.global_batch == 200
+    assert plan.run is not None
+    assert (plan.run.local_steps, plan.run.local_batch) == (10, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    fixed=st.lists(st.floats(0.0, 0.05), min_size=2, max_size=4),
+    even=st.integers(1, 40),
+    multiple=st.sampled_from([1, 1, 4]),
+)
+def test_an_automatic_local_batch_is_the_smallest_that_is_nearly_as_fast(
+    fixed: list[float], even: int, multiple: int
+) -> None:
+    """Against each size of a step in a plan of its own: none smaller is within 5 % of the fastest."""
+    even = -(-even // multiple) * multiple
+    profiles = [profile(0.002 * (k + 1), c) for k, c in enumerate(fixed)]
+    batch = even * len(profiles)
+
+    def samples_a_second(size: int) -> float:
+        rates = [size / (c + 0.002 * (k + 1) * size) for k, c in enumerate(fixed)]
+        return sum(rates)
+
+    plan = with_local_batch(profiles, batch, 50, "auto", batch_multiple=multiple)
+    assert plan.run is not None
+    found = plan.run.local_batch
+    sizes = range(multiple, even + 1, multiple)
+    best = max(map(samples_a_second, sizes))
+    expected = min(size for size in sizes if samples_a_second(size) >= 0.95 * best)
+    assert found == expected
+
+
+def test_what_a_step_costs_by_itself_makes_local_steps_larger() -> None:
+    """Like Muon's orthogonalization, which a profile with Muon has measured."""
+    profiles = [profile(0.01, 0.0), profile(0.02, 0.0)]
+    costly = [profile(0.01, 0.02), profile(0.02, 0.02)]
+    free, dear = (with_local_batch(which, 64, 10, "auto").run for which in (profiles, costly))
+    assert free is not None
+    assert dear is not None
+    assert free.local_batch == 1
+    assert dear.local_batch is not None
+    assert 10 < dear.local_batch < 32
