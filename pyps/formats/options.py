@@ -20,7 +20,8 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_typ
 from msgspec import Meta
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Name
+from pyps.formats import kinds
+from pyps.formats.kinds import Name
 
 MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
 MAX_LOCAL_STEPS: Final = 100_000
@@ -83,7 +84,7 @@ LocalStepsOption = Annotated[
     ),
 ]
 LocalBatchOption = Annotated[
-    Batch | Literal["auto"],
+    kinds.Batch | Literal["auto"],
     option(
         "Samples of a local step; auto: the fewest at which the workers are hardly slower. "
         "Default: each one's even share of a global batch.",
