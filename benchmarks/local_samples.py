@@ -19,11 +19,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from local_steps import LOCAL, SPEEDS, STEPS, Curve, planned, spread, until
-from record import machine, table, write_section
+from record import Kept, machine, table, write_section
 from text import load
 from torch import nn
 from train import Transformer, loss_of
@@ -44,6 +45,7 @@ PATIENCE = 1.35  # a trial ends after this many times the best one's mean; the l
 START = -14  # the first learning rate: 2 ** (START / 2)
 BARS = {"Muon": 1.03, "AdamW": 1.08}
 NAMES = count()
+KEEP = "PYPS_BENCHMARK_KEEP"  # a variable: a file of the trainings so far, for the processes of a pool
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,23 @@ class Progress:
 
 def train(way: Way, seed: int, limit: float = MOST) -> float:
     """The mean over LOSSES of the samples to each; infinite: not within the limit."""
+    kept, what = _kept(), f"{replace(way, title='')}, seed {seed}"
+    known = kept.get(what)
+    if known is not None and (known[0] is not None or known[1] >= limit):
+        return math.inf if known[0] is None or known[0] > limit else float(known[0])
     torch.set_num_threads(1)
     text, held_out = load()
     progress = Progress(held_out[:HELD_OUT], limit)
     (every_step if way.outer is None else local_steps)(way, text, progress, seed)
     found = [until(progress.curve, loss) for loss in LOSSES]
-    return sum(at[1] if at else math.inf for at in found) / len(found)
+    mean = sum(at[1] if at else math.inf for at in found) / len(found)
+    kept.add(what, [None if mean == math.inf else mean, limit])
+    return mean
+
+
+def _kept() -> Kept:
+    path = os.environ.get(KEEP)
+    return Kept(Path(path) if path else None)
 
 
 def every_step(way: Way, text: torch.Tensor, progress: Progress, seed: int) -> None:
@@ -243,8 +256,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--families", nargs="+", choices=sorted(BARS), default=sorted(BARS))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--keep", help="a file of the trainings so far, to go on from")
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
+    if options.keep:
+        os.environ[KEEP] = options.keep
     seeds = range(options.seeds)
     parts, tried = [], []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from record import table, write_section
+from record import Kept, table, write_section
 from torch import nn
 
 from pyps import Hyper
@@ -192,9 +192,14 @@ DELAYED = (
     replace(SYNC, title="planned, a worker stands still", faults=STALLS),
     replace(MERGED, title="planned, asynchronous, merged 3 times, a worker stands still", faults=STALLS),
 )
+QUORUM = replace(SYNC, policy="quorum")
 STALLED = (
-    DELAYED[2],
-    replace(SYNC, title="the same, a round timeout of 1.5 rounds", faults=STALLS, deadline=1.5),
+    (
+        DELAYED[2],
+        replace(SYNC, title="the same, a round timeout of 1.5 rounds", faults=STALLS, deadline=1.5),
+        replace(QUORUM, title="the same, a quorum of three, late work merged", faults=STALLS),
+    ),
+    (DELAYED[0], replace(QUORUM, title="planned, a quorum of three, jitter", jitter=JITTER)),
 )
 
 
@@ -229,18 +234,16 @@ def losses(curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: 
 
 
 def delays(
-    curves: dict[tuple[Case, int], Curve], seeds: Sequence[int], pairs: Sequence[Sequence[Case]]
+    curves: dict[tuple[Case, int], Curve], seeds: Sequence[int], groups: Sequence[Sequence[Case]]
 ) -> str:
-    """Seconds to a loss that all cases with delays reach, for each pair of one that waits and one that does
-    not.
-    """
-    goal = {s: 1.005 * max(curves[c, s][-1][2] for pair in pairs for c in pair) for s in seeds}
+    """Seconds to a loss that all cases with delays reach: in each group one that waits, and others."""
+    goal = {s: 1.005 * max(curves[c, s][-1][2] for group in groups for c in group) for s in seeds}
     rows = [["", "held-out loss", "seconds to the target", "times as fast"]]
-    for rounds, free in pairs:
-        for case in (rounds, free):
+    for group in groups:
+        for case in group:
             ends = spread([curves[case, s][-1][2] for s in seeds], ".3f")
             seconds = [_seconds(curves[case, s], goal[s]) for s in seeds]
-            faster = [_seconds(curves[rounds, s], goal[s]) / t for s, t in zip(seeds, seconds, strict=True)]
+            faster = [_seconds(curves[group[0], s], goal[s]) / t for s, t in zip(seeds, seconds, strict=True)]
             rows.append([case.title, ends, spread(seconds, ".0f"), spread(faster, ".2f")])
     return f"{table(rows)}\n\n{targets(goal)}"
 
@@ -308,16 +311,17 @@ def on_a_link() -> str:
     return table(rows)
 
 
-def trained_by(processes: int, work: Sequence[tuple[Case, int]]) -> dict[tuple[Case, int], Curve]:
-    """Train cases by seed, several at once; the curve of each, however late it comes."""
-    learned: dict[tuple[Case, int], Curve] = {}
+def trained_by(processes: int, work: Sequence[tuple[Case, int]], kept: Kept) -> dict[tuple[Case, int], Curve]:
+    """Train cases by seed, several at once, those that are kept left out; the curve of each."""
+    names = {pair: f"{pair[0]}, seed {pair[1]}" for pair in work}
+    missing = [pair for pair in work if kept.get(names[pair]) is None]
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for pair, curve in zip(work, pool.imap(trained, work), strict=True):
-            learned[pair] = curve
-            done = f"{len(learned)} of {len(work)} trained in {time.monotonic() - began:.0f} s"
+        for k, (pair, curve) in enumerate(zip(missing, pool.imap(trained, missing), strict=True), 1):
+            kept.add(names[pair], curve)
+            done = f"{k} of {len(missing)} trained in {time.monotonic() - began:.0f} s"
             print(done, file=sys.stderr, flush=True)
-    return learned
+    return {pair: [(t, n, loss) for t, n, loss in kept.get(names[pair])] for pair in work}
 
 
 def main() -> int:
@@ -325,11 +329,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=TABLES, nargs="+", default=TABLES, help="tables")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--keep", type=Path, help="a file of the trainings so far, to go on from")
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
     seeds = range(options.seeds)
     cases = {"losses": (CASES, seeds), "losses-one": (ONE_SEED, [0]), "delays": (DELAYED, seeds)}
-    cases["stalls"] = (STALLED, seeds)
+    cases["stalls"] = (tuple(case for group in STALLED for case in group), seeds)
     wanted = [
         (case, seed)
         for name, (some, several) in cases.items()
@@ -337,15 +342,14 @@ def main() -> int:
         for seed in several
         for case in some
     ]
-    learned = trained_by(
-        options.processes, list(dict.fromkeys((case.learned, seed) for case, seed in wanted))
-    )
+    work = list(dict.fromkeys((case.learned, seed) for case, seed in wanted))
+    learned = trained_by(options.processes, work, Kept(options.keep))
     curves = {(c, s): c.curve(learned[c.learned, s], s) for c, s in wanted}
     tables = {
         "losses": lambda: losses(curves, CASES, seeds),
         "losses-one": lambda: losses(curves, ONE_SEED, [0]),
         "delays": lambda: delays(curves, seeds, (DELAYED[:2], DELAYED[2:])),
-        "stalls": lambda: delays(curves, seeds, (STALLED,)),
+        "stalls": lambda: delays(curves, seeds, STALLED),
         "link": on_a_link,
     }
     for name in options.only:

@@ -243,21 +243,24 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--real", action="store_true", help="train each once as processes instead")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--keep", type=Path, help="a file of the trainings so far, to go on from")
+    parser.add_argument("--keep", type=Path, help="a file of what was done so far, to go on from")
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args()
+    kept = Kept(options.keep)
     if options.real:
         rows = [["run", "samples", "ms a global batch: run", "simulated", "held-out loss: run", "simulated"]]
         with tempfile.TemporaryDirectory() as folder:
             for name, policy in product(options.networks, ("bsp", "hps", "r2sp", "saps")):
-                rows.append(run_for_real(name, policy, Path(folder)))
+                if kept.get(f"{name}, {policy}") is None:
+                    kept.add(f"{name}, {policy}", run_for_real(name, policy, Path(folder)))
+                rows.append(kept.get(f"{name}, {policy}"))
                 print(*rows[-1], sep=", ", flush=True)
         text = f"{machine()}.\n\n{table(rows)}"
     else:
         seeds = range(options.seeds)
         every = [(name, way, seed) for name in options.networks for way in WAYS for seed in seeds]
         cases = [case for case in every if not case[1].ring]
-        found = all_trained(cases, options.processes, Kept(options.keep))
+        found = all_trained(cases, options.processes, kept)
         for name, way, seed in set(every) - set(cases):
             found[name, way, seed] = timed(found[name, EVEN, seed], (name, way, seed))
         tables = [compared(name, found, seeds) for name in options.networks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -584,3 +585,30 @@ def test_moments_that_cannot_be_averaged_are_refused(worker: Worker) -> None:
             worker.attach(model, given, average_moments=True, **options)
     with alone(pipeline=2, policy="asp") as deep, pytest.raises(InputError, match="found True in a pipeline"):
         deep.attach(model, INNER["adamw"](model), average_moments=True, local_steps=2)
+
+
+def test_a_quorum_goes_on_without_a_late_worker_and_merges_its_work() -> None:
+    """The late one takes its local steps while the others end three rounds; its moments come with them."""
+    models, rounds_went_on = [make_model() for _ in range(3)], threading.Event()
+    found = {}
+
+    def body(rank: int) -> None:
+        model = models[rank]
+        with join("r", rank, batches=[4] * 3, samples=120, seed=SEED, policy="quorum:grace=0.1") as worker:
+            worker.settings = replace(worker.settings, local_steps=2, micro_batch=2)
+            worker.attach(model, INNER["adamw"](model), average_moments=True)
+            for x, y in worker.batches((X, Y)):
+                if worker.steps >= 3:
+                    rounds_went_on.set()
+                if rank == 2:
+                    assert rounds_went_on.wait(20)
+                backward(loss_of(model, x, y))
+                worker.step()
+            found[rank] = worker.store.ranks()
+
+    run_threads(3, body)
+    ranks = found[0]
+    assert sum(rank.samples for rank in ranks) == 120
+    assert [rank.returned for rank in ranks] == [0, 0, 0]
+    assert ranks[2].staleness_max >= 2
+    assert all(bool(p.isfinite().all()) for model in models for p in model.parameters())
