@@ -27,17 +27,20 @@ class MicroBatches:
         """Tensors of a batch in `parts` micro-batches, each ready for a forward and a backward pass."""
         rows = rows_of(batch)
         cuts = cuts_of(rows, parts)
-        return self.passes((rows_between(batch, rows, low, high) for low, high in cuts), len(cuts))
+        parted = (rows_between(batch, rows, low, high) for low, high in cuts)
+        return self.passes(parted, len(cuts), of_one=True)
 
-    def passes(self, source: Iterator[Any], count: int) -> Iterator[Any]:
-        """`count` micro-batches out of a source; only the last one's backward pass reduces."""
-        number, before, self._passes.managed = 0, self._passes.managed, True
+    def passes(self, source: Iterator[Any], count: int, of_one: bool = False) -> Iterator[Any]:
+        """`count` micro-batches out of a source, of one batch or of several; only the last backward pass
+        reduces.
+        """
+        number, before, self._passes.managed, self._passes.of_one = 0, self._passes.managed, True, of_one
         try:
             for number, micro in enumerate(islice(source, count), 1):
                 with nullcontext() if number == count else self._ddp.no_sync():
                     yield micro
         finally:
-            self._passes.managed = before
+            self._passes.managed, self._passes.of_one = before, False
             if number < count:
                 self._passes.forget()
         if number < count:

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
+from pyps.torch.gathered import is_gathered
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
@@ -78,8 +79,10 @@ class DDPHook(WeightedHook):
         self._round_weights: tuple[Any, Any] = 0.0, 0.0  # w_i, and the factor of its gradient before 1 / W
         self._residuals = Residuals(ddp.module.named_parameters())
         self.passes = Passes(reduction == "sum", self._gradients, lambda: None, self._pass_over)
+        self.passes.is_gathered = lambda: is_gathered(self.group)
         self._micro_batches = MicroBatches(ddp, self.passes)
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
+        self._is_first = True  # whether no round is over yet
         self._watch_parameters()
         self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
@@ -194,10 +197,12 @@ class DDPHook(WeightedHook):
         if self._is_reduced:
             self._is_reduced = False
             self.waiting.over()
-            if self.device.type == "cpu":  # a GPU would have to be waited for
-                self.lockstep.compare()
+            first, self._is_first = self._is_first, False
+            if first or self.device.type == "cpu":  # a GPU would have to be waited for
+                self.lockstep.compare(now=True)
             return self._total
-        if weighed.kept or not self._ddp.require_backward_grad_sync:
+        kept = weighed.kept and weighed.counted < 0  # else what follows reduces nothing
+        if kept or not self._ddp.require_backward_grad_sync:
             self.passes.keep(weighed)
             return None
         found = "gradients that DistributedDataParallel did not reduce"
@@ -215,7 +220,9 @@ class DDPHook(WeightedHook):
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
         own, unit = self._own_weight()
         self._round_weights = own, unit if self.reduction == "mean" else 1.0
-        message, before = self.lockstep.message(as_float64(own, device), self.passes.added), self._total
+        added = self.passes.added if self._is_reduced else None
+        fingerprint = self._fingerprint(self.passes.shapes) if self._is_reduced else None
+        message, before = self.lockstep.message(as_float64(own, device), added, fingerprint), self._total
         work = dist.all_reduce(message, group=self.group, async_op=True)
         total = message[0]
         if before is None or wait:

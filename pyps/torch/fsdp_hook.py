@@ -22,10 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from pyps.errors import InputError
 from pyps.torch.accumulate import cuts_of, rows_between
 from pyps.torch.fsdp_shards import ShardedModules
+from pyps.torch.gathered import is_gathered
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
 from pyps.torch.rounds import Rounds
+from pyps.torch.shapes import Shapes
 from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
 from pyps.torch.weighting import as_float64, not_zero, rows_of, scale_in_place
 
@@ -34,12 +36,14 @@ class _Round:
     """A round of several passes. weights: of those that were reduced. assumed: A.
 
     whole: whether only the last pass reduces. last: whether the pass that comes next is that. is_empty:
-    whether that has no samples of its own.
+    whether that has no samples of its own. unit: of what the last pass has reduced, once that is known.
     """
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
         self.weights: list[Any] = []
+        self.shapes: list[Shapes] = []
+        self.unit: Any = None
         self.last = self.is_empty = False
         self.assumed: torch.Tensor | None = None
 
@@ -79,7 +83,9 @@ class FSDPHook(WeightedHook):
         super().__init__(model, group, device, sampler, count, reduction, scaler)
         self._ranks = dist.get_world_size(self.group)
         self.passes = Passes(reduction == "sum", self._gradients, self._own_part_done, self._pass_over)
+        self.passes.is_gathered = lambda: is_gathered(self.group)
         self._round: _Round | None = None
+        self._is_first = True  # whether no round is over yet
         self._factor: torch.Tensor | None = None  # of the gradients that the running backward pass reduces
         self._summed: Any = None  # the work after which `_total` is the sum over ranks
         self._squares: list[_Reduced] | None = None  # of this round's reductions; None: not asked for
@@ -99,7 +105,7 @@ class FSDPHook(WeightedHook):
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
         cuts = cuts_of(rows, own, None if whole else own)
         source = (rows_between(batch, rows, *(cut if cut[0] < cut[1] else (0, 1))) for cut in cuts)
-        return self._passes(source, len(cuts), whole, rows)
+        return self._passes(source, len(cuts), whole, rows, of_one=True)
 
     def watch_gradients(self) -> None:
         """From now on keep the square norms of this rank's gradients: one for each pass that reduces."""
@@ -164,11 +170,13 @@ class FSDPHook(WeightedHook):
                 expected = "a loop over all of them"
                 raise InputError("rounds", "micro-batches of a round", "some that are left", expected)
 
-    def _passes(self, source: Iterator[Any], count: int, whole: bool, filled: int) -> Iterator[Any]:
+    def _passes(
+        self, source: Iterator[Any], count: int, whole: bool, filled: int, of_one: bool = False
+    ) -> Iterator[Any]:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
         if any(bool(one.any()) for one in self._gradients()):
             raise InputError("accumulate", "gradients", "those of an earlier round", "zero_grad() before it")
-        number, self._round, self.passes.managed = 0, _Round(whole), True
+        number, self._round, self.passes.managed, self.passes.of_one = 0, _Round(whole), True, of_one
         with self._shards.restored():
             try:
                 for number, micro in enumerate(islice(source, count), 1):
@@ -176,7 +184,7 @@ class FSDPHook(WeightedHook):
                     (self._shards.stay_whole if whole else self._shards.reduce_last)(number == count)
                     yield micro
             finally:
-                self._round, self.passes.managed = None, False
+                self._round, self.passes.managed, self.passes.of_one = None, False, False
                 if number < count:
                     self.passes.forget()
         if number < count:
@@ -195,9 +203,13 @@ class FSDPHook(WeightedHook):
     def _factor_of(self, weight: Any, unit: Any) -> torch.Tensor:
         """N unit / W, or N unit / A in a round of several passes that reduce."""
         here = self._round
-        if here is None or here.whole:
+        if here is not None and here.last and self.passes.again:  # once more: its samples are counted
+            assert self._total is not None
+            self._arrived()
+            unit, known = here.unit, not_zero(self._total)
+        elif here is None or here.whole:
             first = self._total is None
-            self._total = self._send(weight)
+            self._total = self._send(weight, self.passes.shapes)
             self._arrived()
             if first:
                 self._check_first(weight, float(self._total))
@@ -208,9 +220,13 @@ class FSDPHook(WeightedHook):
             if here.assumed is None:
                 here.assumed = self._guess(weight)
             known = here.assumed
-            here.weights.append(weight)
+            if not self.passes.again:
+                here.weights.append(weight)
+                here.shapes += self.passes.shapes
             if here.last:
-                self._total = self._send(sum(here.weights))
+                self._total = self._send(sum(here.weights), here.shapes)
+        if here is not None:
+            here.unit = unit
         means = self.reduction == "mean"
         if self._squares is not None:
             if here is None or here.whole or len(here.weights) == 1:  # the round's first
@@ -226,9 +242,10 @@ class FSDPHook(WeightedHook):
             self._arrived()
         return not_zero(self._total)
 
-    def _send(self, weight: Any) -> torch.Tensor:
-        """W, once _arrived() has been called."""
-        message = self.lockstep.message(as_float64(weight, self.device))
+    def _send(self, weight: Any, shapes: Sequence[Shapes] = ()) -> torch.Tensor:
+        """W, once _arrived() has been called. shapes: of its passes, where it is an assumption."""
+        fingerprint = self._fingerprint(shapes)
+        message = self.lockstep.message(as_float64(weight, self.device), 1, fingerprint)
         self._summed = dist.all_reduce(message, group=self.group, async_op=True)
         return message[0]
 
@@ -249,8 +266,13 @@ class FSDPHook(WeightedHook):
         is_reduced, self._factor = self._factor is not None, None
         if not is_reduced:
             self.passes.keep(weighed)
-        elif self._round is not None and self._round.last and not self._round.whole:
-            self._correct()
+        elif self._round is None or self._round.last:
+            if self._round is not None and not self._round.whole and not self.passes.again:
+                self._correct()
+            first, self._is_first = self._is_first, False
+            if first or self.device.type == "cpu":  # a GPU would have to be waited for
+                self._arrived()
+                self.lockstep.compare(now=True)
         return self._total if is_reduced and self._round is None else None
 
     def _correct(self) -> None:

@@ -108,13 +108,16 @@ class ShardedModules:
         state, module = self._states[0], self._model
         enter, leave = state._pre_forward, state._post_forward
 
+        named: list[Any] = [{}]
+
         def entered(of: Any, args: Any, kwargs: Any) -> Any:
+            named[0] = kwargs
             before(module, args, kwargs)
             return enter(of, args, kwargs)
 
         def left(of: Any, args: Any, output: Any) -> Any:
             found = leave(of, args, output)
-            after(module, args, found)
+            after(module, args, named[0], found)
             return found
 
         state._pre_forward, state._post_forward = entered, left

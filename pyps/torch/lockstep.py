@@ -18,9 +18,10 @@ from pyps.torch.rounds import Rounds
 
 UNKNOWN = -1.0  # a number that a rank does not have
 # Calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch; a request; gradients
-# that a script adds up itself.
-COLUMNS = 5
+# that a script adds up itself; the fingerprint of its shapes.
+COLUMNS = 6
 ASKS = 3  # the request's
+MOST_TABLES = 64  # kept at a time
 
 
 class Lockstep:
@@ -34,19 +35,20 @@ class Lockstep:
         self.asks = False
         self._rank, self._ranks = rank, ranks
         self._data_set: list[float] = []
-        self._tables: dict[
-            tuple[float, bool, int], torch.Tensor
-        ] = {}  # a GPU has those of most rounds already
+        self._tables: dict[tuple[float, ...], torch.Tensor] = {}  # a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
         self._is_compared = False  # whether that was
         self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
         self._copied: Any = None  # the event after which it is there
         self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
 
-    def message(self, weight: torch.Tensor, added: int = 1) -> torch.Tensor:
+    def message(
+        self, weight: torch.Tensor, added: int | None = 1, fingerprint: int | None = None
+    ) -> torch.Tensor:
         """The weight and this rank's row, float64 [1 + COLUMNS * ranks], for the sum over all ranks.
 
-        added: gradients of the round that were added up as they are.
+        added: gradients of the round that were added up as they are; None if this rank has none.
+        fingerprint: of the round's shapes, where its weight is an assumption.
         """
         if not self._data_set:
             found = (getattr(self.sampler, "length", None), getattr(self.sampler, "rounds", None))
@@ -54,23 +56,29 @@ class Lockstep:
         calls = UNKNOWN if self.calls is None else float(self.calls)
         if self.calls is not None:
             self.calls = 0
-        key, self.asks = (calls, self.asks, added), False
+        asks, self.asks = self.asks, False
+        last = [UNKNOWN if x is None else float(x) for x in (added, fingerprint)]
+        key = (calls, float(asks), *last)
         if key not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
             before = COLUMNS * self._rank
-            row = [0.0] * before + [calls, *self._data_set, float(key[1]), float(added)]
+            row = [0.0] * before + [calls, *self._data_set, float(asks), *last]
             row += [0.0] * (COLUMNS * self._ranks - len(row))
             self._tables[key] = torch.tensor(row, dtype=torch.float64).to(weight.device)
         message = torch.cat([weight.view(1), self._tables[key]])
         self._summed, self._is_compared = message[1:], False
         return message
 
-    def compare(self) -> None:
-        """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later."""
+    def compare(self, now: bool = False) -> None:
+        """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later, unless
+        `now`.
+        """
         table = self._summed
         if table is None or self._is_compared:
             return
         self._is_compared = True
-        if table.device.type == "cuda" and (table := self._from_gpu(table)) is None:
+        if table.device.type == "cuda" and not now and (table := self._from_gpu(table)) is None:
             return
         rows = table.view(-1, COLUMNS).tolist()
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
@@ -79,7 +87,11 @@ class Lockstep:
         expected = "one call after each gradient, on every rank"
         _same("calls of Rebalancer.step() since the last gradient", calls, expected)
         expected_shares = "as many on every rank, or each loss times hook.share(len(micro), len(batch))"
-        _same("micro-batches in no_sync()", [row[4] for row in rows], expected_shares)
+        _same("micro-batches in no_sync()", [row[4] for row in rows if row[4] != UNKNOWN], expected_shares)
+        if len({row[5] for row in rows} - {UNKNOWN}) > 1:
+            found = "unlike shapes on the ranks, not in the first dimension alone, or unlike targets by row"
+            expected = "count=, or hook.set_weight(n) before backward(): what the loss is a mean over"
+            raise InputError("weighted_hook", "samples", found, expected)
         if max(calls) > 1:
             raise InputError(
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected

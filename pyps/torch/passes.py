@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 
 from pyps.errors import InputError
-from pyps.torch.weighting import not_zero
+from pyps.torch.shapes import Shapes
+from pyps.torch.weighting import not_zero, tensors_of
 
 CLOSE = 1e-6  # shares that add up to 1, in float32
 DEPTH = 4  # of objects in a model's output that are looked into
@@ -34,7 +35,9 @@ _engine: Any = torch.autograd.Variable._execution_engine
 class Pass:
     """A forward pass. kept: its gradients are not reduced at once. share: of its rank's loss, and the total.
 
-    weight: its samples (or targets), or a function that counts them once they are needed.
+    weight: its samples (or targets), or a function that counts them once they are needed. shapes: of what it
+    got and gave, where the weight is an assumption. counted: the round, by its number, in which it has had a
+    backward pass that was kept; reduced: whether it has had one that was reduced.
     """
 
     def __init__(self, weight: Any, kept: bool = False) -> None:
@@ -42,6 +45,8 @@ class Pass:
         self.in_eval = callable(weight)  # mostly no backward() comes
         self.share: float | None = None
         self.total: Any = None
+        self.shapes: list[Shapes] = []
+        self.counted, self.reduced = -1, False
 
     @property
     def weight(self) -> Any:
@@ -68,8 +73,12 @@ class Passes:
         on_computed: Callable[[], None],
         on_over: Callable[[Pass], torch.Tensor | None],
     ) -> None:
+        self.is_gathered: Callable[[], bool] = lambda: False  # whether the running one's loss is all ranks'
+        self._gathered = False  # the same, when it met its first pass
         self.managed = False  # whether each loss is the mean over its micro-batch
-        self.backwards = 0  # passes of the round that runs, or was just reduced
+        self.of_one = False  # whether these are parts of one batch
+        self.backwards = 0  # passes, each with a batch, of the round that runs, or was just reduced
+        self.samples: int | None = 0  # of these, if they are known
         self._is_over = True  # whether it was
         self._sums, self._gradients = sums, gradients
         self._on_computed, self._on_over = on_computed, on_over
@@ -81,9 +90,14 @@ class Passes:
         self._running: list[Pass] | None = None  # those that the running backward pass has met
         self._task = -1  # autograd's number of that
         self._has_gradients = False  # whether it has reached a parameter
+        self._number = 0  # of the round
+        self.again = False  # whether what was reduced last are gradients of passes that were reduced before
+        self._met: list[Pass] = []  # by the backward pass that was over last
+        self._last_kept: tuple[torch.Tensor, int] | None = None  # a gradient, and its version then
         self._differentiated: list[Pass] = []  # whose gradients are part of the graph of the pass to come
         self._weighs: Any = 0.0  # w_i of what was reduced last
         self.added = 1  # passes of that, if their gradients were added up as they are
+        self.shapes: list[Shapes] = []  # of what was reduced last, where its weight is an assumption
         self._left_over = False  # whether there were gradients before the round
 
     def begin(self, weight: Any, kept: bool) -> None:
@@ -94,22 +108,25 @@ class Passes:
             self._differentiated = [one for one in self._differentiated if not one.in_eval]
         self._open = self._latest = Pass(weight, kept)
 
-    def end(self, output: Any) -> None:
-        """It is over, with this output."""
+    def end(self, output: Any, inputs: Any) -> None:
+        """It is over, with this output. inputs: forward()'s, if their rows are taken for samples; or None."""
         begun, self._open = self._open, None
         if begun is not None:
-            self._mark(output, begun)
+            self._mark(output, begun, inputs)
 
-    def apart(self, output: Any, weight: Callable[[], Any]) -> None:
+    def apart(self, output: Any, weight: Callable[[], Any], inputs: Any) -> None:
         """A part of the model has computed this. Outside forward() it is a pass of its own.
 
         weight: gives its samples; None if they are not known.
         """
         if self._open is None and torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again
-            self._mark(output, Pass(weight()))
+            self._mark(output, Pass(weight()), inputs)
 
-    def _mark(self, output: Any, begun: Pass) -> None:
-        for tensor in _tensors(output, DEPTH):
+    def _mark(self, output: Any, begun: Pass, inputs: Any) -> None:
+        outputs = list(_tensors(output, DEPTH))
+        if inputs is not None:
+            begun.shapes = [Shapes(tensors_of(inputs), outputs, inputs[1].get("labels"))]
+        for tensor in outputs:
             base: Any = (
                 tensor._base if tensor._is_view() else tensor
             )  # a view changed in place loses its node
@@ -162,9 +179,19 @@ class Passes:
         assert self._running is not None
         if not self._has_gradients:
             self._has_gradients = True
-            self.backwards, self._is_over = 1 if self._is_over else self.backwards + 1, False
-            self._weight_of(self._running)  # refused before it is used
+            self._count_pass(self._running, self._weight_of(self._running))  # refused before it is used
         return self._running[0]
+
+    def _count_pass(self, running: list[Pass], weight: Any) -> None:
+        if self._is_over:
+            self.backwards, self.samples = 0, 0
+        elif all(one.reduced or one.counted == self._number for one in running):
+            return  # once more
+        self._is_over = False
+        if not self.of_one or not self.backwards:
+            self.backwards += 1
+        known = self.samples is not None and isinstance(weight, int) and not self.is_said
+        self.samples = self.samples + weight if known else None  # type: ignore[operator]
 
     def reduced(self) -> tuple[Any, Any]:
         """The gradients are complete: the rank's weight in W, and the weight that they are to be given."""
@@ -179,9 +206,13 @@ class Passes:
         if self._before and self.managed and not self._sums:
             unit = unit_of(own, total)
         elif self._before and not self._sums:
-            _check_shares([*self._before, _as_weighed(self._running[0], own)])
+            _check_shares([*self._before, _as_weighed(self._running, own)])
+        self.shapes = [] if self.is_said else _shapes_of([*self._before, *self._running])
         shared = any(one.share is not None for one in self._before)
         self.added = 1 if self.managed or self._sums or shared else len(self._before) + 1
+        self.again = all(one.reduced for one in self._running)
+        for one in self._running:
+            one.reduced = True
         self.forget()
         self._weighs = total
         return total, unit
@@ -189,6 +220,7 @@ class Passes:
     def forget(self) -> None:
         """No pass is pending."""
         self._before, self._unit, self._left_over, self._is_over = [], None, False, True
+        self._number += 1
 
     def _meet(self, begun: Pass) -> None:
         """The running backward pass comes from this forward pass."""
@@ -199,7 +231,10 @@ class Passes:
 
     def _start(self, begun: Pass) -> None:
         self._running, self._task, self._has_gradients = [begun], torch._C._current_graph_task_id(), False
+        self._gathered = self.is_gathered()
         _engine.queue_callback(self._computed)
+        if self._before and not self.managed:
+            self._drop_kept()
         if not self.managed and not self._sums:
             return
         if not self._before:
@@ -214,8 +249,8 @@ class Passes:
 
     def _change_unit(self, weight: Any) -> None:
         """Gradients so far count in samples of the pass before; from now on in samples of this one."""
-        old = self._unit if self._unit is not None else unit_of(self._before[-1].weight)
-        self._unit = new = unit_of(weight)
+        old, self._unit = self._unit, unit_of(weight)
+        new = self._unit
         if not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor) and old == new:
             return
         with torch.no_grad():
@@ -225,8 +260,13 @@ class Passes:
         """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
         if self._said is not None:
             return self._said
+        if self._gathered:
+            expected = "hook.set_weight(1) before backward(): it is the same on each rank"
+            raise InputError("weighted_hook", "backward()", "a loss over the outputs of all ranks", expected)
         every = [*passes, *self._differentiated]
         own = every[0].weight
+        if len(every) > 1 and all(one.share is not None for one in every):  # parts of one loss
+            return sum(one.weight for one in every)
         if own is None or any(one.weight is None or one.weight != own for one in every[1:]):
             weights = {"unknown" if one.weight is None else f"{float(one.weight):g}" for one in every}
             found = f"forward passes of {' and '.join(sorted(weights))} samples"
@@ -248,8 +288,8 @@ class Passes:
             if torch.is_grad_enabled():  # with create_graph
                 self._differentiated += running
             return
-        weighed, is_said = _as_weighed(running[0], self._weight_of(running)), self.is_said
-        self._said, self._differentiated = None, []
+        weighed, is_said = _as_weighed(running, self._weight_of(running)), self.is_said
+        self._said, self._differentiated, self._met = None, [], running
         total = self._on_over(weighed)
         if total is not None and not is_said and not self._sums:
             self._compare_models(total)
@@ -268,15 +308,38 @@ class Passes:
         Passes._models[1].append((own, total))
 
     def keep(self, weighed: Pass) -> None:
-        """A pass whose gradients are not reduced yet."""
-        self._before.append(weighed)
-        self._unit = None
+        """A pass whose gradients are not reduced yet. A second backward pass through it adds no samples."""
+        if weighed.counted < self._number:
+            self._before.append(weighed)
+        self._unit = unit_of(weighed.weight)
+        for one in self._met:
+            one.counted = self._number
+        if not self.managed:
+            kept = self._gradients()
+            self._last_kept = (kept[0], kept[0]._version) if kept else None
+
+    def _drop_kept(self) -> None:
+        """Forget the passes whose gradients a script has set to zero since."""
+        before, gradients = self._last_kept, self._gradients()
+        if before and gradients and before[0] is gradients[0] and before[1] == gradients[0]._version:
+            return
+        if not any(bool(one.any()) for one in gradients):
+            self.forget()
 
 
-def _as_weighed(begun: Pass, weight: Any) -> Pass:
-    found = Pass(weight, begun.kept)
-    found.share = begun.share
+def _as_weighed(passes: list[Pass], weight: Any) -> Pass:
+    """The passes of one backward pass, as one of this weight."""
+    found = Pass(weight, passes[0].kept)
+    shares = [one.share for one in passes]
+    found.share = None if None in shares else sum(shares)  # type: ignore[arg-type]
+    found.shapes = _shapes_of(passes)
+    found.counted = min(one.counted for one in passes)
     return found
+
+
+def _shapes_of(passes: list[Pass]) -> list[Shapes]:
+    """Of those whose weights are assumptions."""
+    return [shapes for one in passes for shapes in one.shapes]
 
 
 def _check_shares(passes: list[Pass]) -> None:

@@ -218,7 +218,7 @@ class Rebalancer:
 
     def _trained_batch(self) -> int | None:
         """This rank's batch in the round that was just trained; None if its time is not to be used."""
-        trained = self._trained.count(self.hook.passes.backwards)
+        trained = self._trained.count(self.hook.passes.backwards, self.hook.step_samples)
         if self.steps <= WARM_UP or trained is None:
             return None
         size, own = trained

@@ -145,13 +145,25 @@ class TrainedRounds:
         same = self._sampler.passes == self.passes
         self._sampler.trained = self.per_step + (self.trained if same else self._before_pass)
 
-    def count(self, backwards: int = 1) -> tuple[int, int] | None:
-        """A step was trained, of so many passes: samples of its last round, and this rank's; None if they are
-        not known any more.
+    def count(self, backwards: int = 1, samples: int | None = None) -> tuple[int, int] | None:
+        """A step was trained, of so many passes and samples of this rank: the samples of its last round, and
+        this rank's; None if they are not known any more.
         """
-        self.per_step = max(1, backwards // self._sampler.accumulation)
         if self._sampler.passes != self.passes:
             self.passes, self.trained, self._before_pass = self._sampler.passes, self._before_pass, 0
+        self.per_step = self._rounds_of(max(1, backwards // self._sampler.accumulation), samples)
         self.trained += self.per_step
         self._sampler.trained = self.trained
         return self._sampler.round_samples(self.trained - 1)
+
+    def _rounds_of(self, most: int, samples: int | None) -> int:
+        """How many rounds a step of so many samples was: fewer than `most` where a script has cut batches."""
+        total = 0
+        for number in range(most if samples is not None else 0):
+            found = self._sampler.round_samples(self.trained + number)
+            if found is None:
+                break
+            total += found[1]
+            if total >= samples:  # type: ignore[operator]
+                return number + 1
+        return most

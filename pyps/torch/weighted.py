@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
+from pyps.torch.gathered import watch
 from pyps.torch.lockstep import Lockstep
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
+from pyps.torch.shapes import BITS, Shapes
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import note_weights, rows_of
 
@@ -78,8 +80,9 @@ class WeightedHook(ABC):
         self._trained = None if sampler is None else TrainedRounds(sampler)
         self.on_ready.append(self._count_round)
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
+        watch()
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_hook(self._after_forward, with_kwargs=True)
         for part in _parts(getattr(model, "module", model)):
             if part is not model:
                 part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
@@ -194,14 +197,21 @@ class WeightedHook(ABC):
         self._begin(own)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not _suspended and torch.is_grad_enabled():
-            self.passes.end(output)
+            self.passes.end(output, None if self._count else (args, kwargs))
 
     def _after_part(self, args: Any, kwargs: Any, output: Any) -> None:
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
         if not torch.compiler.is_compiling() and not _suspended and torch.is_grad_enabled():
-            self.passes.apart(output, lambda: None if self._count else rows_of((args, kwargs)))
+            inputs = None if self._count else (args, kwargs)
+            self.passes.apart(output, lambda: None if self._count else rows_of(inputs), inputs)
+
+    def _fingerprint(self, shapes: Iterable[Shapes]) -> int | None:
+        """That of a round, of whose passes these are the shapes; None if it has none."""
+        knows_rows = hasattr(self.lockstep.sampler, "sizes")  # _check_first() has compared them
+        found = {one.fingerprint(knows_rows) for one in shapes} - {None}
+        return sum(found) & BITS if found else None  # type: ignore[arg-type]
 
     def _ready(self) -> None:
         """This rank has the last gradient of a round."""
@@ -210,8 +220,13 @@ class WeightedHook(ABC):
         self.waiting.ready()
 
     def _count_round(self) -> None:
-        if self.counts and self._trained is not None:
-            self._trained.count(self.passes.backwards)
+        if self.counts and self._trained is not None and not self.passes.again:
+            self._trained.count(self.passes.backwards, self.step_samples)
+
+    @property
+    def step_samples(self) -> int | None:
+        """This rank's samples since the reduction before, if they were counted as such."""
+        return None if self._count is not None else self.passes.samples
 
     def _compare(self, weight: float) -> None:
         """Raise InputError if the peers' first batches differ, before they wait for each other."""

@@ -6,7 +6,7 @@ Without weights, unequal batches give a wrong gradient, silently.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,17 @@ def as_float64(number: Any, device: torch.device) -> torch.Tensor:
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
-def rows_of(batch: Any) -> int:
-    """The length of the first tensor in nested tuples, lists and dicts. Raises InputError without one."""
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Those with a dimension in nested tuples, lists and dicts."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
+            yield leaf
+
+
+def rows_of(batch: Any) -> int:
+    """The length of the first tensor in nested tuples, lists and dicts. Raises InputError without one."""
+    for leaf in tensors_of(batch):
+        return int(leaf.shape[0])
     found = "no tensor among forward()'s arguments"
     raise InputError("weighted_hook", "count", found, "count=, or hook.set_weight(n)")
 

@@ -245,3 +245,26 @@ def noise_scales(
     state = noise.state_dict()
     noise.load_state_dict(state)
     return noise.scale, exact
+
+
+def rounds_trained(group: dist.ProcessGroup, how: str) -> int | None:
+    """The rounds that a sampler takes for trained after two whose batches are cut in three."""
+    sampler = UnevenBatchSampler(60, [6, 4], dist.get_rank(group))
+    ddp = DistributedDataParallel(net(torch.float64), process_group=group)
+    count = (lambda x: len(x)) if how == "counted" else None
+    hook = weighted_hook(ddp, sampler, count=count)
+    for number, rows in enumerate(sampler):
+        x, y = (values[: len(rows)] for values in numbers(number, 10, torch.float64))
+        if how == "own":
+            for k in range(3):
+                own = slice(k, k + 1) if k < 2 else slice(2, None)
+                with ddp.no_sync() if k < 2 else nullcontext():
+                    part = square(ddp, x[own], y[own])
+                    (part * hook.share(len(x[own]), len(x))).backward()
+        else:
+            for a, b in hook.accumulate((x, y), 3):
+                square(ddp, a, b).backward()
+        ddp.zero_grad()
+        if number == 1:
+            break
+    return sampler.trained

@@ -8,6 +8,7 @@ A rank that raises, dies or does not answer in time fails the caller, with its t
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -101,10 +102,13 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
             count, function, arguments = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(limit.total_seconds())  # where it waits, in a group of its own too
         try:
             pipe.send((False, function(groups[count], *arguments)))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def run_script(path: Path, count: int, **environment: str) -> str:

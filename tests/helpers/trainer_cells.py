@@ -623,10 +623,10 @@ def outcome(feature: Callable[[Any], float], kit: Any) -> float | str:
 def features_of(trainer: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     """What makes its kit, and all features that are tried."""
     if trainer in KITS:
-        from trainer_cells_of_models import OF_MODELS
+        from trainer_cells_of_models import OF_MODELS, OF_NO_SYNC
 
         make, features = KITS[trainer]
-        return make, features | OF_MODELS
+        return make, features | OF_MODELS | ({} if trainer == "FSDP2" else OF_NO_SYNC)
     from trainer_cells_of_loops import LOOPS
 
     return lambda: None, LOOPS[trainer]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,107 @@ def time_first(kit: Any) -> float:
     return 1.0
 
 
+def time_first_without_sampler(kit: Any) -> float:
+    """The same of batches that no sampler cuts; of an epoch's first round, all ranks have them."""
+    (model,) = kit.prepare(TimeFirst())
+    x, y = batches(0)[1]
+    kit.backward(mse(model(x.expand(7, *x.shape)), y))
+    return 1.0
+
+
+class Graphs(nn.Module):
+    """Nodes, and the graph of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, nodes: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        nodes = self.layer(nodes)
+        return nodes.new_zeros(int(of[-1]) + 1, 3).index_add(0, of, nodes)
+
+
+def graphs(kit: Any) -> float:
+    """A loss by graphs of unlike numbers of nodes."""
+    (model,) = kit.prepare(Graphs())
+    x, y = batches(0)[1]
+    of = torch.arange(len(x)) // 2 if dist.get_rank() else torch.arange(len(x)) // 3
+    kit.backward(mse(model(x, of), y[: int(of[-1]) + 1]))
+    return 1.0
+
+
+class Texts(nn.Module):
+    """[n, words] -> [n, classes]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(10, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(words).sum(1))  # type: ignore[no-any-return]
+
+
+def padded(kit: Any) -> float:
+    """Texts that each rank pads to its longest one, each with a class: these are samples first."""
+    torch.manual_seed(0)
+    alone = Texts()
+    (model,) = kit.prepare(copy.deepcopy(alone))
+    texts = [torch.randint(10, (rows, length)) for rows, length in zip(SPLIT, (5, 8), strict=True)]
+    whole, (_, y) = batches(0)[0][1], batches(0)[1]
+    mse(torch.cat([alone(part) for part in texts]), whole).backward()  # type: ignore[no-untyped-call]
+    kit.backward(mse(model(texts[dist.get_rank()]), y))
+    return error_of(kit, [alone], [model])
+
+
+def twice(kit: Any) -> float:
+    """A loss in parts, each with a backward() through the same forward pass."""
+    case = Case(kit)
+    found = case.alone(case.whole[0])
+    (mse(found, case.whole[1]) + found.square().mean()).backward()  # type: ignore[no-untyped-call]
+    for number, (x, y) in enumerate(kit.hooks[0].accumulate(case.own, 2)):
+        found = case.model(x)
+        if number == 0:
+            kit.backward(mse(found, y), retain_graph=True)
+            kit.backward(found.square().mean())
+        else:
+            kit.backward(mse(found, y) + found.square().mean())
+    return case.error()
+
+
+def after_no_sync(kit: Any) -> float:
+    """The same with the second backward() after no_sync(), where nothing reduces it."""
+    case = Case(kit)
+    with kit.no_sync(case.model):
+        found = case.model(case.own[0])
+        kit.backward(mse(found, case.own[1]), retain_graph=True)
+    kit.backward(found.square().mean())
+    return 1.0
+
+
+def dropped(kit: Any) -> float:
+    """A micro-batch in no_sync() whose gradients are set to zero: it is no part of the round."""
+    case = Case(kit, reduction="sum")
+    with kit.no_sync(case.model):
+        kit.backward(mse(case.model(case.own[0]), case.own[1], reduction="sum"))
+    case.model.zero_grad()
+    (mse(case.alone(case.whole[0]), case.whole[1], reduction="sum") / sum(SPLIT)).backward()  # type: ignore[no-untyped-call]
+    kit.backward(mse(case.model(case.own[0]), case.own[1], reduction="sum"))
+    return case.error()
+
+
+def shares(kit: Any) -> float:
+    """Two forwards of unlike batches in one loss, each with its share."""
+    case = Case(kit)
+    mse(case.alone(case.whole[0]), case.whole[1]).backward()  # type: ignore[no-untyped-call]
+    rows = len(case.own[0])
+    losses = []
+    for part in (slice(0, 1), slice(1, rows)):
+        x, y = case.own[0][part], case.own[1][part]
+        losses.append(mse(case.model(x), y) * kit.hooks[0].share(len(x), rows))
+    kit.backward(sum(losses))
+    return case.error()
+
+
 def views(kit: Any) -> float:
     """Two views of each sample in one batch."""
 
@@ -108,7 +210,7 @@ def views(kit: Any) -> float:
     return Case(kit).same(loss)
 
 
-def gathered(kit: Any) -> float:
+def gathered(kit: Any, said: bool = False) -> float:
     """A loss over all ranks' outputs, as of contrastive models: the same on each rank, so all count alike."""
     from torch.distributed.nn.functional import all_gather
 
@@ -119,7 +221,8 @@ def gathered(kit: Any) -> float:
     contrast(case.alone(case.whole[0])).backward()  # type: ignore[no-untyped-call]
     own = case.model(case.own[0])
     every = all_gather(torch.cat([own, own.new_zeros(most - len(own), own.shape[1])]))
-    kit.hooks[0].set_weight(1)
+    if said:
+        kit.hooks[0].set_weight(1)
     kit.backward(contrast(torch.cat([one[:n] for one, n in zip(every, SPLIT, strict=True)])))
     return case.error()
 
@@ -131,6 +234,16 @@ OF_MODELS: dict[str, Callable[[Any], float]] = {
     "a gradient penalty of others": penalty_of_others,
     "own accumulation, unlike numbers": own_numbers,
     "samples not first": time_first,
+    "the same, no sampler": time_first_without_sampler,
+    "graphs, each many rows": graphs,
+    "texts padded by rank": padded,
     "two views in a batch": views,
-    "a loss over all outputs, set_weight(1)": gathered,
+    "backward() twice, a micro-batch": twice,
+    "a loss over all ranks' outputs": gathered,
+    "the same, set_weight(1)": partial(gathered, said=True),
+}
+OF_NO_SYNC: dict[str, Callable[[Any], float]] = {
+    "backward() again after no_sync()": after_no_sync,
+    "zero_grad() after no_sync()": dropped,
+    "two forwards, each its share": shares,
 }

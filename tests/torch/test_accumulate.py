@@ -92,3 +92,8 @@ def test_misuse(ranks: Ranks) -> None:
         assert "accumulate: micro-batches: found (2, 1); expected as many on every rank" in said[7]
         assert "accumulate: micro-batches: found (" in said[8]
         assert said[9] == "exact"
+
+
+@pytest.mark.parametrize("how", ["cut", "counted", "own"])
+def test_a_batch_in_parts_is_one_round(ranks: Ranks, how: str) -> None:
+    assert ranks.run(2, jobs.rounds_trained, how) == [2, 2]

@@ -1,0 +1,69 @@
+"""Whether what a model gets and gives differs between ranks in its samples alone.
+
+Without count=, a hook takes the first dimension of forward()'s first tensor for samples. That is an
+assumption: a sequence may come first, a batch may be packed, and a loss may be a mean over tokens. Where it
+holds, two ranks' shapes differ in that dimension alone. So each pass has a fingerprint of all the others, and
+ranks whose fingerprints differ do not know what to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from pyps.torch.weighting import IGNORED
+
+BITS = (1 << 24) - 1  # of a fingerprint: whole numbers that float32 holds
+Shape = tuple[int, ...]
+
+
+class Shapes:
+    """Those of a pass. inputs, outputs: its tensors, in order. labels: what has that name, or None."""
+
+    def __init__(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], labels: Any) -> None:
+        self._inputs = tuple(tuple(one.shape) for one in inputs if one.dim())
+        self._outputs = tuple(tuple(one.shape) for one in outputs if one.dim())
+        whole = isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+        self._labels = labels if whole else None
+
+    def fingerprint(self, knows_rows: bool) -> int | None:
+        """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.
+
+        knows_rows: whether a sampler says how many samples there are, so that only targets are unknown.
+        """
+        rows = self._inputs[0][0] if self._inputs else 0
+        if not rows:
+            return None
+        of_shapes = 0 if knows_rows else _of(rows, self._inputs, self._outputs)
+        return (of_shapes + self._targets(rows)) & BITS
+
+    def _targets(self, rows: int) -> int:
+        """Of the targets by row, where some are left out: a mean over those is none over samples."""
+        if self._labels is None:
+            return 0
+        kept = self._labels.ne(IGNORED)
+        numbers = torch.stack([kept.sum(), kept[..., 1:].sum()]).tolist()
+        if numbers[0] == kept.numel():
+            return 0
+        return crc32(repr([number / rows for number in numbers]).encode()) & BITS
+
+
+@lru_cache(1024)
+def _of(rows: int, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+    """Of all dimensions but the samples': of the outputs, from which a loss is computed, if there are any.
+
+    What only some ranks could take for samples, such as a table as long as this rank's batch, is left out.
+    """
+    every: list[Shape] = [shape[1:] for shape in inputs]
+    if outputs:
+        every = [
+            shape[1:] for k, shape in enumerate(o for o in outputs if o[0] == rows) if k == 0 or shape[1:]
+        ]
+    if not every:  # outputs of other rows: as many for each sample, or none that are known
+        whole = next((shape for shape in outputs if shape[0] and shape[0] % rows == 0), None)
+        every = [(rows,), *outputs] if whole is None else [(whole[0] // rows, *whole[1:])]
+    return crc32(repr(every).encode()) & BITS
