@@ -190,8 +190,8 @@ class Passes:
         self._is_over = False
         if not self.of_one or not self.backwards:
             self.backwards += 1
-        known = self.samples is not None and isinstance(weight, int) and not self.is_said
-        self.samples = self.samples + weight if known else None  # type: ignore[operator]
+        known = isinstance(weight, int) and not self.is_said
+        self.samples = self.samples + weight if known and self.samples is not None else None
 
     def reduced(self) -> tuple[Any, Any]:
         """The gradients are complete: the rank's weight in W, and the weight that they are to be given."""
