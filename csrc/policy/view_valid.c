@@ -33,7 +33,7 @@ bool view_valid(const struct view *v, const struct view *expected) {
     for (uint32_t i = 0; i < v->round_sources; i++)
         if (!source_valid(v, &view_sources(v)[i])) return false;
     for (uint32_t i = 0; i < v->staged; i++)
-        if (!source_valid(v, &view_pending(v)[i])) return false;
+        if (!source_valid(v, &view_pending(v)[i]) || members[view_pending(v)[i].slot].rank < 0) return false;
     uint32_t residuals = RESIDUALS_A_SLOT * v->participants;
     for (uint32_t r = 0; r < count; r++) {
         uint32_t slot_plus_1 = ranks[r].slot_plus_1;
