@@ -23,10 +23,11 @@ from pyps.worker.settings import Settings
 STEP = "step"
 KEYS: Final[dict[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     torch.optim.SGD: ("momentum_buffer",),
-    torch.optim.Muon: ("momentum_buffer",),
     torch.optim.Adam: (STEP, "exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: (STEP, "exp_avg", "exp_avg_sq"),
 }  # all that the optimizer's state of a parameter has
+if hasattr(torch.optim, "Muon"):  # torch 2.9 brought it
+    KEYS[torch.optim.Muon] = ("momentum_buffer",)
 
 
 @dataclass(frozen=True)
