@@ -17,6 +17,7 @@
 #   make ray       runs on a Ray cluster of this machine; installs ray
 #   make reference  docs/reference: every public name, command, option, file format and source file
 #   make wheels    what a release uploads, into dist/: the sdist, wheels of Linux on x86-64 and aarch64, one without core
+#   make test-wheels  installs each wheel of dist/ into a clean environment and trains with it, aarch64 in emulation
 #   make test-oldest  planner, formats and DDP with the lowest supported version of every dependency
 #   make site      README.md, docs/ and the reference as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
@@ -35,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-oldest clean
+.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -160,6 +161,9 @@ test-oldest:
 
 wheels: .venv/wheels
 	$(PY) csrc/packaging/wheels.py dist
+
+test-wheels: wheels
+	$(PY) tests/helpers/try_wheels.py dist
 
 .venv/wheels: .venv/core
 	$(PIP) -e '.[wheels]'

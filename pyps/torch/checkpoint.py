@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.checkpoint.folder import (
@@ -43,6 +42,7 @@ from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
 from pyps.torch.noise import GradientNoise
+from pyps.torch.older import DTensor, distribute_tensor
 from pyps.torch.peers import is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds

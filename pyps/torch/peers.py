@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from pyps.errors import InputError
+from pyps.torch.older import DTensor
 
 
 def parameters_of(model: Any) -> list[torch.nn.Parameter]:
