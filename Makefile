@@ -96,6 +96,8 @@ bench: .venv/bench
 	$(PY) benchmarks/adaptive.py --docs
 	$(PY) benchmarks/simulate.py --full --docs
 	$(PY) benchmarks/learning_rate.py --docs
+	$(PY) benchmarks/learning_rate.py --workers 32 --docs
+	$(PY) benchmarks/learning_rate.py --counts --docs
 	$(PY) benchmarks/pipelined.py --docs
 	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py --docs
@@ -108,6 +110,7 @@ papers: .venv/dev
 	$(PY) benchmarks/papers/turns.py --docs
 	$(PY) benchmarks/papers/gaps.py --docs
 	$(PY) benchmarks/noise.py --docs
+	$(PY) benchmarks/noise.py --condition 30 --docs
 	$(PY) benchmarks/networks.py --docs
 	$(PY) benchmarks/networks.py --real --docs
 

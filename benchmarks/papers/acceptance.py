@@ -41,6 +41,9 @@ BACKUP = Competitor("backup, k tuned", COUNTS, ends=("backup:k=1",))  # 0 is BSP
 BACKUP_FEWER = replace(BACKUP, title="backup, k and global batch tuned", shares=SHARES)
 BOTH = replace(BACKUP, title="backup, k tuned, planned batches", planned=True)
 BOTH_FEWER = replace(BACKUP_FEWER, title="backup, k and global batch tuned, planned batches", planned=True)
+QUORUMS = tuple(count.replace("backup", "quorum") for count in COUNTS)
+QUORUM = Competitor("quorum, k tuned, planned batches", QUORUMS, planned=True, ends=QUORUMS[:1])
+QUORUM_FEWER = replace(QUORUM, title="quorum, k and global batch tuned, planned batches", shares=SHARES)
 BOUNDS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
 SSP = Competitor("SSP", tuple(f"ssp:bound={bound}" for bound in BOUNDS), ends=("ssp:bound=0",))
 SLACKS = tuple(f"r2sp:slack={slack}" for slack in ("0.8", "1.0", "1.2", "1.5", "0"))  # 0: no gaps
@@ -95,13 +98,14 @@ def all_inside(found: list[TuningResult]) -> Criterion:
 def boa(budget: Budget, _: Path) -> Findings:
     """Planned batches against equal ones and backup workers, on unlike and on equal devices."""
     alone = PLANNED, EVEN, BACKUP_ONE, BACKUP, FEWER, BACKUP_FEWER
+    together = BOTH, BOTH_FEWER, QUORUM, QUORUM_FEWER
     names = ("uniform",) if budget.quick else ("three-types", "three-stalls", "five", "uniform")
-    pairs = [(n, c) for n in names for c in (*alone, *(() if n == "uniform" else (BOTH, BOTH_FEWER)))]
+    pairs = [(n, c) for n in names for c in (*alone, *(() if n == "uniform" else together))]
     found = tune_all([(TuningScenario(n), c) for n, c in pairs], budget)
-    by = {n: {s.competitor: s for s in found if s.scenario.cluster == n} for n in names}
+    by = {n: {s.competitor.title: s for s in found if s.scenario.cluster == n} for n in names}
     criteria = []
     if "three-types" in by:
-        gain = by["three-types"][BACKUP_ONE].median / by["three-types"][PLANNED].median
+        gain = by["three-types"][BACKUP_ONE.title].median / by["three-types"][PLANNED.title].median
         figure = "one backup worker's time to the loss over BOA's, three types"
         criteria.append(Criterion.at_least(figure, gain, BOA_OVER_BACKUP))
     for name, results in by.items():
@@ -120,19 +124,23 @@ def _published() -> str:
     )
 
 
-def _planned_and_backup(name: str, results: dict[Competitor, TuningResult]) -> list[Criterion]:
+def _planned_and_backup(name: str, results: dict[str, TuningResult]) -> list[Criterion]:
     """BOA against tuned backup workers, and both ideas together against each alone; the global batch is the
     cluster's for all of them, or tuned for all of them.
     """
     criteria, most = [], 1 + UNIFORM_MARGIN
-    ways = ("the same global batch", PLANNED, BACKUP, BOTH), ("each its own", FEWER, BACKUP_FEWER, BOTH_FEWER)
-    for batch, boa_alone, backup, both in ways:
-        ours, theirs = results[boa_alone].mean, results[backup].mean
+    ways = (
+        ("the same global batch", PLANNED, BACKUP, (BOTH, QUORUM)),
+        ("each its own", FEWER, BACKUP_FEWER, (BOTH_FEWER, QUORUM_FEWER)),
+    )
+    for batch, boa_alone, backup, together in ways:
+        ours, theirs = results[boa_alone.title].mean, results[backup.title].mean
         figure = f"{name}, {batch}: BOA's time over tuned backup workers'"
         criteria.append(Criterion.at_most(figure, ours / theirs, most))
-        if both in results:
-            figure = f"{name}, {batch}: planned batches with backup workers over the better of each alone"
-            criteria.append(Criterion.at_most(figure, results[both].mean / min(ours, theirs), most))
+        for both, title in zip(together, ("backup workers", "a quorum"), strict=True):
+            if both.title in results:
+                figure = f"{name}, {batch}: planned batches with {title} over the better of each alone"
+                criteria.append(Criterion.at_most(figure, results[both.title].mean / min(ours, theirs), most))
     return criteria
 
 

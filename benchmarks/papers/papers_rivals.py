@@ -1,4 +1,6 @@
-"""Planned batches, SaPS and backup workers against rivals that the other parts do not have, each tuned."""
+"""Planned batches, SaPS and backup workers against rivals that the other parts do not have, each tuned; where
+rounds wait for all, with its own global batch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from pathlib import Path
 
 from acceptance import (
     BOTH,
+    BOTH_FEWER,
+    FEWER,
     PLANNED,
     SAPS,
     UNIFORM_MARGIN,
@@ -15,6 +19,7 @@ from acceptance import (
     all_inside,
     result_tables,
 )
+from acceptance import SHARES as GLOBAL
 from tuning import Budget, Competitor, TuningScenario, tune_all
 
 CLUSTERS = ("three-types", "five")
@@ -22,12 +27,13 @@ SHARES = (2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the planned bat
 COUNTS = (1, 2, 3, 4, 6, 8, 12)  # 0 of a code is BSP, 1 of K-async is ASP
 SPLITS, BOUNDS = (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 5, 8, 13)
 ANYTIME = Competitor("Anytime Minibatch", tuple(f"anytime:share={s}" for s in SHARES), planned=True)
-CODED = Competitor("gradient coding", tuple(f"coded:k={k}" for k in COUNTS), ends=("coded:k=1",))
+CODES = tuple(f"coded:k={k}" for k in COUNTS)
+CODED = Competitor("gradient coding", CODES, shares=GLOBAL, ends=CODES[:1])
 K_ASYNC = Competitor("K-async", tuple(f"k-async:k={k}" for k in COUNTS), ends=("k-async:k=1",))
-FLEXRR = Competitor("FlexRR's reassignment", ("flexrr",))
+FLEXRR = Competitor("FlexRR's reassignment", ("flexrr",), shares=GLOBAL)
 SOFTSYNC = Competitor("softsync", tuple(f"softsync:n={n}" for n in SPLITS), ends=("softsync:n=1",))
 DSSP = Competitor("DSSP", tuple(f"dssp:bound={b}" for b in BOUNDS), ends=("dssp:bound=0",))
-OURS = PLANNED, BOTH, SAPS
+OURS = PLANNED, FEWER, BOTH, BOTH_FEWER, SAPS
 RIVALS = (
     ANYTIME,
     CODED,

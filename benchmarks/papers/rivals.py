@@ -74,7 +74,7 @@ def anytime(devices: list[Device], share: float) -> Iterator[Round]:
 
 
 def coded(devices: list[Device], k: float) -> Iterator[Round]:
-    spare, total = int(k), sum(d.batch for d in devices)
+    spare, total = min(int(k), len(devices) - 1), sum(d.batch for d in devices)
     while True:
         takes = [d.cost(min(total, (spare + 1) * d.batch)) * d.factor() for d in devices]
         seconds = sorted(takes)[len(devices) - 1 - spare]
