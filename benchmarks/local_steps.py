@@ -52,6 +52,7 @@ NO_JITTER, JITTER = Jitter(), Jitter(sigma=0.5)
 STALLS = tuple(
     Fault(rank=k, at=at, kind="stop", seconds=60.0) for k, at in ((3, 60.0), (1, 200.0), (2, 400.0))
 )
+SHORT = tuple(Fault(rank=3 * k % 4, at=5.0 + 7.0 * k, kind="stop", seconds=3.0) for k in range(60))
 
 
 def planned(steps: int, local: int = LOCAL) -> tuple[int, ...]:
@@ -198,6 +199,10 @@ STALLED = (
         DELAYED[2],
         replace(SYNC, title="the same, a round timeout of 1.5 rounds", faults=STALLS, deadline=1.5),
         replace(QUORUM, title="the same, a quorum of three, late work merged", faults=STALLS),
+    ),
+    (
+        replace(SYNC, title="planned, one stands still for 3 s, every 7 s", faults=SHORT),
+        replace(QUORUM, title="the same, a quorum of three, 3 s", faults=SHORT),
     ),
     (DELAYED[0], replace(QUORUM, title="planned, a quorum of three, jitter", jitter=JITTER)),
 )
