@@ -39,7 +39,7 @@ from train import Transformer, loss_of
 Vector = NDArray[np.float64]
 Curve = list[tuple[float, int, float]]  # seconds, samples, held-out loss
 PAGE = "local-steps.md"
-TABLES = ("losses", "losses-one", "delays", "stalls", "link")
+TABLES = ("losses", "losses-one", "equal", "delays", "stalls", "link")
 SPEEDS = (1, 2, 3, 4)
 LOCAL, STEPS = 5, 10  # samples of a local step; local steps on average
 ONCE = 0.1  # seconds of a sample at speed 1
@@ -339,6 +339,7 @@ def main() -> int:
     options = parser.parse_args()
     seeds = range(options.seeds)
     cases = {"losses": (CASES, seeds), "losses-one": (ONE_SEED, [0]), "delays": (DELAYED, seeds)}
+    cases["equal"] = ((EVEN, SYNC), seeds)
     cases["stalls"] = (tuple(case for group in STALLED for case in group), seeds)
     wanted = [
         (case, seed)
@@ -353,6 +354,7 @@ def main() -> int:
     tables = {
         "losses": lambda: losses(curves, CASES, seeds),
         "losses-one": lambda: losses(curves, ONE_SEED, [0]),
+        "equal": lambda: delays(curves, seeds, ((EVEN, SYNC),)),
         "delays": lambda: delays(curves, seeds, (DELAYED[:2], DELAYED[2:])),
         "stalls": lambda: delays(curves, seeds, STALLED),
         "link": on_a_link,
