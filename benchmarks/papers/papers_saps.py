@@ -39,7 +39,7 @@ from tuning import (
     tune_all,
 )
 
-GAINS = {"many": 2.0, "crowd": 1.6, ROOT64: 1.35, "three": 1.3}  # ASP's time over SaPS's, at least
+GAINS = {"many": 2.5, "crowd": 1.8, ROOT64: 1.9, "three": 1.6}  # ASP's time over SaPS's, at least
 FEW = "few"
 LEVEL = ("four", "eight", "sixteen", "heavy", "uniform")
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of N: bounds to choose from
