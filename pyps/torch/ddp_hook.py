@@ -8,7 +8,8 @@ The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batc
 from (passes.py) and sums W over the ranks together with the first bucket, so both are right in the epoch's
 last round, after a new plan and after ranks have come or gone. With NCCL a stream of its own waits for W: no
 longer than the sum of the bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W
-of the round before, and corrected when the new W has arrived and differs.
+of the round before, and corrected when the new W has arrived and differs. On a CPU W travels at the end of
+the first bucket, in the same message: another one would take as long as a small model's bucket.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class DDPHook(WeightedHook):
             raise InputError("weighted_hook", "model", "one with a communication hook", expected)
         device = next(ddp.parameters()).device
         super().__init__(ddp, ddp.process_group, device, sampler, count, reduction, scaler)
-        self.wire = wire
+        self.wire, self._ranks = wire, self.group.size()
         self.gradient_bytes = GradientBytes()
         self._squares: torch.Tensor | None = None  # of this rank's gradient, in its unit; None: not asked for
         self._round_weights: tuple[Any, Any] = 0.0, 0.0  # w_i, and the factor of its gradient before 1 / W
@@ -84,11 +85,12 @@ class DDPHook(WeightedHook):
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
         self._is_first = True  # whether no round is over yet
         self._watch_parameters()
-        self._scale = torch.ones(())  # w_i / W of this round, with `_assumed` for W
+        self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
+        self._message = torch.empty(0)  # of the first bucket; DDP copies what it takes from it
         self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
-        self._assumed = torch.ones(())
+        self._assumed: Any = 1.0  # W, until it is known; a number or on the gradients' device
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
         self._stream: Any = None  # on CUDA: the stream of what waits for W
         self._on_nccl = device.type == "cuda" and dist.get_backend(self.group) == "nccl"
@@ -141,8 +143,10 @@ class DDPHook(WeightedHook):
             if bucket.index() == 0:
                 self._squares.zero_()
             self._squares += self._square_of(bucket)
-        elements, ranks = buffer.numel(), dist.get_world_size(self.group)
+        elements, ranks = buffer.numel(), self._ranks
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
+        if bucket.index() == 0 and self._joins_weights(buffer):
+            return self._reduce_with_weights(buffer)
         if self.wire not in QUANTIZED or ranks == 1:
             with self._on_own_stream(buffer.device) if self._on_nccl else nullcontext():
                 if bucket.index() == 0:
@@ -218,11 +222,9 @@ class DDPHook(WeightedHook):
 
     def _sum_weights(self, device: torch.device, wait: bool) -> None:
         """Sum the round's weights over the ranks; unless `wait`, scale by the sum of the round before."""
-        own, unit = self._own_weight()
-        self._round_weights = own, unit if self.reduction == "mean" else 1.0
-        added = self.passes.added if self._is_reduced else None
-        fingerprint = self._fingerprint(self.passes.shapes) if self._is_reduced else None
-        message, before = self.lockstep.message(as_float64(own, device), added, fingerprint), self._total
+        own, unit, row = self._begin_sum(device)
+        message, before = torch.cat([as_float64(own, device).view(1), row]), self._total
+        self.lockstep.sent(message[1:])
         work = dist.all_reduce(message, group=self.group, async_op=True)
         total = message[0]
         if before is None or wait:
@@ -240,27 +242,75 @@ class DDPHook(WeightedHook):
         self._factors.clear()
         self._may_be_zero = means and (isinstance(own, torch.Tensor) or not own)
 
+    def _begin_sum(self, device: torch.device) -> tuple[Any, Any, torch.Tensor]:
+        """This rank's weight in W, that of its gradients, and its row, float64 [columns], on a device."""
+        own, unit = self._own_weight()
+        self._round_weights = own, unit if self.reduction == "mean" else 1.0
+        added = self.passes.added if self._is_reduced else None
+        fingerprint = self._fingerprint(self.passes.shapes) if self._is_reduced else None
+        return own, unit, self.lockstep.row(device, added, fingerprint)
+
+    def _joins_weights(self, buffer: torch.Tensor) -> bool:
+        """Whether W is summed at the end of this first bucket: where that holds whole numbers, but for the
+        first round, whose W is checked before it is used.
+        """
+        is_wide = buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu"
+        return is_wide and self.wire == "same" and self._total is not None
+
+    def _reduce_with_weights(self, buffer: torch.Tensor) -> Reduced:
+        """The first bucket's sum, with W and what the ranks compare in the same message."""
+        assert self._total is not None
+        own, unit, row = self._begin_sum(buffer.device)
+        elements, assumed = buffer.numel(), float(self._total) or 1.0
+        self._assumed, self._scale = assumed, (float(unit) if self.reduction == "mean" else 1.0) / assumed
+        whole = self._message
+        if whole.dtype != buffer.dtype or whole.numel() != elements + 1 + row.numel():
+            whole = self._message = buffer.new_empty(elements + 1 + row.numel())
+        values, tail = whole[:elements], whole[elements:]
+        if self._scale:
+            torch.mul(buffer, self._scale, out=values)
+        else:
+            values.zero_()
+        tail[0], tail[1:] = float(own), row
+        self.lockstep.sent(tail[1:])
+        self._count_sent(whole)
+        done = dist.all_reduce(whole, group=self.group, async_op=True).get_future()
+
+        def finish(_: object) -> torch.Tensor:
+            done.value()
+            self._total = tail[0].to(torch.float64, copy=True)
+            if (total := float(self._total) or 1.0) != assumed:
+                values.mul_(assumed / total)
+            return values
+
+        self._total_future = done.then(finish)
+        return self._total_future
+
+    def _count_sent(self, message: torch.Tensor) -> None:
+        ranks = self._ranks
+        self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
+
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
         half = HALVES.get(self.wire)
         message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
-        ranks = dist.get_world_size(self.group)
-        self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
+        self._count_sent(message)
         done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
-        assumed, total, total_future = self._assumed, self._total, self._total_future
+        assumed, total_future = self._assumed, self._total_future
 
         def finish(_: object) -> torch.Tensor:
             done.value()  # raises the reduction's error: a lost peer must not pass for a sum
             if message is not buffer:
                 buffer.copy_(message)
-            if total_future is not None and total is not None:
+            if total_future is not None and self._total is not None:
                 total_future.wait()
-                _correct(buffer, assumed / not_zero(total))
+                _correct(buffer, assumed, self._total)
             return buffer
 
-        futures = [done] if total_future is None else [total_future, done]
+        futures: Any = [total_future, done]
         # On CUDA what follows a future that knows its device has a stream of its own, and the backward pass
         # goes on; that of collect_all() knows none. Gloo's threads would wait in `finish`.
-        last = done if buffer.device.type == "cuda" else torch.futures.collect_all(futures)
+        known = total_future is None or total_future.done()
+        last = done if known or buffer.device.type == "cuda" else torch.futures.collect_all(futures)
         result: Reduced = last.then(finish)
         return result
 
@@ -324,11 +374,11 @@ def multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exa
         buffer.copy_(wide)
 
 
-def _correct(buffer: torch.Tensor, ratio: torch.Tensor) -> None:
+def _correct(buffer: torch.Tensor, assumed: Any, total: torch.Tensor) -> None:
     """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
     if buffer.device.type != "cpu":
-        multiply(buffer, {}, ratio)
-    elif (factor := float(ratio)) != 1.0:
+        multiply(buffer, {}, assumed / not_zero(total))
+    elif (factor := float(assumed) / (float(total) or 1.0)) != 1.0:
         buffer.mul_(factor)
 
 

@@ -245,7 +245,9 @@ class FSDPHook(WeightedHook):
     def _send(self, weight: Any, shapes: Sequence[Shapes] = ()) -> torch.Tensor:
         """W, once _arrived() has been called. shapes: of its passes, where it is an assumption."""
         fingerprint = self._fingerprint(shapes)
-        message = self.lockstep.message(as_float64(weight, self.device), 1, fingerprint)
+        row = self.lockstep.row(self.device, 1, fingerprint)
+        message = torch.cat([as_float64(weight, self.device).view(1), row])
+        self.lockstep.sent(message[1:])
         self._summed = dist.all_reduce(message, group=self.group, async_op=True)
         return message[0]
 

@@ -38,14 +38,15 @@ class Lockstep:
         self._tables: dict[tuple[float, ...], torch.Tensor] = {}  # a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
         self._is_compared = False  # whether that was
+        self._alike: list[float] = []  # the latest table in which the ranks did the same
         self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
         self._copied: Any = None  # the event after which it is there
         self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
 
-    def message(
-        self, weight: torch.Tensor, added: int | None = 1, fingerprint: int | None = None
+    def row(
+        self, device: torch.device, added: int | None = 1, fingerprint: int | None = None
     ) -> torch.Tensor:
-        """The weight and this rank's row, float64 [1 + COLUMNS * ranks], for the sum over all ranks.
+        """This rank's row among zeros, float64 [COLUMNS * ranks], for the sum over all ranks; see sent().
 
         added: gradients of the round that were added up as they are; None if this rank has none.
         fingerprint: of the round's shapes, where its weight is an assumption.
@@ -65,10 +66,12 @@ class Lockstep:
             before = COLUMNS * self._rank
             row = [0.0] * before + [calls, *self._data_set, float(asks), *last]
             row += [0.0] * (COLUMNS * self._ranks - len(row))
-            self._tables[key] = torch.tensor(row, dtype=torch.float64).to(weight.device)
-        message = torch.cat([weight.view(1), self._tables[key]])
-        self._summed, self._is_compared = message[1:], False
-        return message
+            self._tables[key] = torch.tensor(row, dtype=torch.float64).to(device)
+        return self._tables[key]
+
+    def sent(self, table: torch.Tensor) -> None:
+        """Where the sum of the rows will be, [COLUMNS * ranks] of floats."""
+        self._summed, self._is_compared = table, False
 
     def compare(self, now: bool = False) -> None:
         """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later, unless
@@ -80,7 +83,9 @@ class Lockstep:
         self._is_compared = True
         if table.device.type == "cuda" and not now and (table := self._from_gpu(table)) is None:
             return
-        rows = table.view(-1, COLUMNS).tolist()
+        if (flat := table.tolist()) == self._alike:
+            return
+        rows = [flat[k : k + COLUMNS] for k in range(0, len(flat), COLUMNS)]
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
         _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
         calls = [row[0] for row in rows]
@@ -96,6 +101,7 @@ class Lockstep:
             raise InputError(
                 "Rebalancer", "step", f"{max(calls):.0f} calls since the last gradient", expected
             )
+        self._alike = flat
 
     def asked(self) -> bool:
         """Whether a rank asks for a decision, the same on all ranks. Call it once a round, after backward().

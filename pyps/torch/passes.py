@@ -139,6 +139,11 @@ class Passes:
         self._said = weight
 
     @property
+    def within(self) -> bool:
+        """Whether a forward() runs."""
+        return self._open is not None
+
+    @property
     def is_said(self) -> bool:
         """Whether a script has set that."""
         return self._said is not None

@@ -34,13 +34,14 @@ class Meeting(Protocol):
 class Waiting:
     """The waits of a process on a device, and the ends of its passes; all of its hooks share one.
 
-    timers: those that hear of them. device: which it is.
+    timers: those that hear of them; is_timed: whether there ever was one. device: which it is.
     """
 
     _on: ClassVar[dict[torch.device, Waiting]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.timers: WeakSet[ComputeTimer] = WeakSet()
+        self.is_timed = False
         self.device = device
         self._sent: Any = None  # when this rank had all gradients of a pass whose reductions are not over
 
@@ -137,6 +138,7 @@ class ComputeTimer:
         self._pending: list[tuple[Any, OwnTime]] = []  # with a step's label
         self._ended: OwnTime | None = None
         self._waiting.timers.add(self)
+        self._waiting.is_timed = True
 
     def start(self) -> None:
         """A step begins now."""

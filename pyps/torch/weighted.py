@@ -182,7 +182,8 @@ class WeightedHook(ABC):
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if _suspended or not torch.is_grad_enabled():
             return
-        self.waiting.forward()
+        if self.waiting.is_timed:
+            self.waiting.forward()
         self.lockstep.compare()
 
         def weight() -> Any:
@@ -196,14 +197,25 @@ class WeightedHook(ABC):
             self._compare(float(own))
         self._begin(own)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._end_uncompiled(args, kwargs, output)
+        else:
+            self._end(args, kwargs, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end_uncompiled(self, args: Any, kwargs: Any, output: Any) -> None:
+        self._end(args, kwargs, output)
+
+    def _end(self, args: Any, kwargs: Any, output: Any) -> None:
         if not _suspended and torch.is_grad_enabled():
             self.passes.end(output, None if self._count else (args, kwargs))
 
     def _after_part(self, args: Any, kwargs: Any, output: Any) -> None:
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
-        if not torch.compiler.is_compiling() and not _suspended and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self.passes.within:
+            return
+        if not _suspended and torch.is_grad_enabled():
             inputs = None if self._count else (args, kwargs)
             self.passes.apart(output, lambda: None if self._count else rows_of(inputs), inputs)
 

@@ -50,9 +50,16 @@ def as_float64(number: Any, device: torch.device) -> torch.Tensor:
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     """Those with a dimension in nested tuples, lists and dicts."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            yield leaf
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() > 0:
+            yield batch
+        return
+    plain = type(batch) in (tuple, list, dict)  # pytree takes ten times as long
+    for one in batch.values() if type(batch) is dict else batch if plain else tree_leaves(batch):
+        if plain:
+            yield from tensors_of(one)
+        elif isinstance(one, torch.Tensor) and one.dim() > 0:
+            yield one
 
 
 def rows_of(batch: Any) -> int:
