@@ -90,60 +90,66 @@ def stores(n: int) -> Iterator[dict[str, Store]]:
             store.close()
 
 
-def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operation]:
-    """Pulls, pushes and exchanges. A gradient is staged before the clock starts, as a trainer's is."""
+def staged(store: Store, call: Callable[[Any], object]) -> Call:
+    """A gradient is staged before the clock starts, as a trainer's is."""
+    store.start()
+    staging = store.stage()
+    staging.flat.fill(1e-3)
+    return lambda: call(staging)
+
+
+def pulls(made: dict[str, Store], flat: Any, quantized: Any) -> Iterator[Operation]:
     sgd = made["sgd"]
-    flat = np.zeros(sgd.layout.flat_elements, np.float32)
-    padded = np.zeros_like(flat)
-    padded[: gradient.size] = gradient
-    data = {codec: encode(padded, codec)[0] for codec in (Codec.INT8, Codec.INT4)}
-    quantized = np.zeros_like(data[Codec.INT8])
-
-    def staged(store: Store, call: Callable[[Any], object]) -> Call:
-        store.start()
-        staging = store.stage()
-        staging.flat.fill(1e-3)
-        return lambda: call(staging)
-
-    def push(name: str, encoding: Encoding | None = None) -> Callable[[], Call]:
-        store = made[name]
-        return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER, encoding=encoding))
-
-    def coded(codec: Codec, exchange: bool = False) -> Callable[[], Call]:
-        """The call decodes codes that are there already, and applies them."""
-
-        def prepare() -> Call:
-            sgd.start()
-            staging = sgd.stage()
-            sgd.backend.staging_codes(staging.index, data[codec].size)[:] = data[codec]
-            request = PushRequest(staging.index, 1, (HYPER,), encoding=Encoding(codec), encoded=True)
-            if exchange:
-                return lambda: sgd.send_and_pull(request, flat)
-            return lambda: sgd.send(request)
-
-        return prepare
-
     yield Operation("pull", 8, always(lambda: sgd.pull(flat)))
     for name, size, threshold in (("momentum", 12, 1.7), ("adamw", 16, None)):
         peer = made[f"ahead, {name}"]
         yield Operation(f"pull ahead, {name}", size, always(lambda s=peer: s.pull(flat)), threshold)
     yield Operation("pull int8", 5, always(lambda: sgd.pull_encoded(Codec.INT8, quantized)))
+    yield Operation("pull, bf16 master", 6, always(lambda: made["sgd, bf16"].pull(flat)))
+
+
+def pushes(made: dict[str, Store], flat: Any) -> Iterator[Operation]:
+    """Of fp32 gradients, and exchanges."""
+    whole = [(0, flat.size)]  # what backward has found finite
+
+    def push(name: str, **options: Any) -> Callable[[], Call]:
+        store = made[name]
+        return lambda: staged(store, lambda staging: store.push(staging, 1, HYPER, **options))
+
+    def exchange(**options: Any) -> Callable[[], Call]:
+        sgd = made["sgd"]
+        return lambda: staged(sgd, lambda staging: sgd.exchange(staging, 1, HYPER, flat, **options))
+
     yield Operation("SGD push", 12, push("sgd"), 1.6)
-    yield Operation("SGD push, NaN as zeros", 12, push("sgd", SKIPPING))
+    yield Operation("SGD push, looked at in backward", 12, push("sgd", looked=whole), 1.6)
+    yield Operation("SGD push, NaN as zeros", 12, push("sgd", encoding=SKIPPING))
     yield Operation("momentum push", 20, push("momentum"))
     yield Operation("AdamW push", 28, push("adamw"), 3.2)
-    yield Operation("AdamW push, NaN as zeros", 28, push("adamw", SKIPPING))
+    yield Operation("AdamW push, looked at in backward", 28, push("adamw", looked=whole), 3.2)
+    yield Operation("AdamW push, NaN as zeros", 28, push("adamw", encoding=SKIPPING))
     yield Operation("Adagrad push", 20, push("adagrad"))
-    yield Operation("pull, bf16 master", 6, always(lambda: made["sgd, bf16"].pull(flat)))
     yield Operation("SGD push, bf16 master", 8, push("sgd, bf16"))
     yield Operation("AdamW push, bf16 master", 24, push("adamw, bf16"))
-    yield Operation("int8 decode + SGD push", 9, coded(Codec.INT8), 1.05)
-    yield Operation("int4 decode + SGD push", 8.5, coded(Codec.INT4))
-    yield Operation(
-        "exchange, SGD", 16, lambda: staged(sgd, lambda staging: sgd.exchange(staging, 1, HYPER, flat)), 1.3
-    )
-    yield Operation("exchange, int8 + SGD", 13, coded(Codec.INT8, exchange=True))
+    yield Operation("exchange, SGD", 16, exchange())
+    yield Operation("exchange, SGD, looked at in backward", 16, exchange(looked=whole), 1.3)
 
+
+def coded(sgd: Store, data: dict[Codec, Any], flat: Any) -> Iterator[Operation]:
+    """Pushes and an exchange that decode codes that are there already, and apply them."""
+
+    def prepare(codec: Codec, exchanges: bool = False) -> Call:
+        sgd.start()
+        staging = sgd.stage()
+        sgd.backend.staging_codes(staging.index, data[codec].size)[:] = data[codec]
+        request = PushRequest(staging.index, 1, (HYPER,), encoding=Encoding(codec), encoded=True)
+        return lambda: sgd.send_and_pull(request, flat) if exchanges else sgd.send(request)
+
+    yield Operation("int8 decode + SGD push", 9, partial(prepare, Codec.INT8), 1.05)
+    yield Operation("int4 decode + SGD push", 8.5, partial(prepare, Codec.INT4))
+    yield Operation("exchange, int8 + SGD", 13, partial(prepare, Codec.INT8, True))
+
+
+def checkpoints(made: dict[str, Store]) -> Iterator[Operation]:
     adamw = made["adamw"]
     state = adamw.state()
 
@@ -154,6 +160,17 @@ def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operatio
 
     yield Operation("state of AdamW", 24, always(adamw.state))
     yield Operation("restore of AdamW", 24, restoring, STATE_VECTORS * 4.0)
+
+
+def store_operations(made: dict[str, Store], gradient: Any) -> Iterator[Operation]:
+    flat = np.zeros(made["sgd"].layout.flat_elements, np.float32)
+    padded = np.zeros_like(flat)
+    padded[: gradient.size] = gradient
+    data = {codec: encode(padded, codec)[0] for codec in (Codec.INT8, Codec.INT4)}
+    yield from pulls(made, flat, np.zeros_like(data[Codec.INT8]))
+    yield from pushes(made, flat)
+    yield from coded(made["sgd"], data, flat)
+    yield from checkpoints(made)
 
 
 def rivals(x: Any) -> Iterator[Operation]:
