@@ -63,10 +63,18 @@ def competitors(cluster: str) -> tuple[Competitor, ...]:
 
 
 def saps(budget: Budget, _: Path) -> Findings:
-    """Tuned policies on clusters where bounding staleness can gain much, and where it cannot."""
+    """Tuned policies on clusters where bounding staleness can gain much."""
+    return _compared(budget, ("three",) if budget.quick else tuple(GAINS))
+
+
+def level(budget: Budget, _: Path) -> Findings:
+    """And where it cannot."""
+    return _compared(budget, ("uniform",) if budget.quick else LEVEL)
+
+
+def _compared(budget: Budget, clusters: tuple[str, ...]) -> Findings:
     if not budget.quick:
         budget = replace(budget, seeds=SEEDS, tuning=TUNING)
-    clusters = ("three", "uniform") if budget.quick else (*GAINS, *LEVEL)
     found = tune_all([(TuningScenario(c), e) for c in clusters for e in competitors(c)], budget)
     criteria = []
     for name in clusters:

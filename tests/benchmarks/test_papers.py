@@ -30,7 +30,7 @@ def quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quick:
     return run
 
 
-@pytest.mark.parametrize(("part", "competitors"), [("boa", 6), ("r2sp", 4 * 2), ("saps", 6 + 7)])
+@pytest.mark.parametrize(("part", "competitors"), [("boa", 6), ("r2sp", 4 * 2), ("saps", 6), ("level", 7)])
 def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) -> None:
     text = quick(part)
     tables = text.count("\n|--")
