@@ -2,7 +2,8 @@
 
 The sums go through the manager, which knows the replicas of the step. The first one of a step sums the
 weights, so W is that of the replicas that are there. With it each tells how many samples it takes. If these
-are not the round's, the step is not committed.
+are not the round's, the step is not committed. Weights that are counted from forward()'s arguments have to be
+in proportion to them.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class ReplicaHook(DDPHook):
             if self.expected and self.trained != self.expected:
                 found, expected = f"{self.trained} of all replicas", f"{self.expected}"
                 self._manager.report_error(InputError("UnevenReplica", "samples", found, expected))
+            counted = self._count is None and not self.passes.is_said
+            if counted and float(own) * self.trained != float(message[0]) * float(rows):
+                found = f"{float(own):g} for {float(rows):g} samples, by the first tensor that forward() got"
+                raise InputError("UnevenReplica", "weight", found, "as many for each sample, or pass count=")
         total, means = not_zero(message[0]), self.reduction == "mean"
         self._scale = (as_float64(unit, device) if means else float(not self.idle)) / total
         self._factors.clear()
