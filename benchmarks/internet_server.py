@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
-from record import machine, table, write_section
+from record import company, machine, table, write_section
 
 from pyps import Hyper, Store
 from pyps.remote import open_store
@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
+    others = company()
     head = [
         "parameters",
         "connections",
@@ -131,7 +132,7 @@ def main() -> int:
     rate = WORKERS / ROUND_SECONDS
     those = f"{WORKERS:,} workers that exchange {PARAMETERS:,} parameters every {ROUND_SECONDS:.0f} s"
     need = f"{rate:.1f} exchanges a second of about {whole:.0f} ms of a core: {rate * whole / 1e3:.2f} cores"
-    text = f"{table(rows)}\n\n{those} are {need}; {machine()}, with other work at the same time"
+    text = f"{table(rows)}\n\n{those} are {need}; {machine()}{others}"
     print(text)
     if options.docs:
         write_section("internet-server", text, "internet.md")

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from record import DOCS, machine, table, write_section
+from record import DOCS, company, machine, table, write_section
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -277,7 +277,7 @@ def run_way(key: str, options: argparse.Namespace) -> Curve:
     return [(at - began, samples, loss) for at, samples, loss in map(json.loads, lines)]
 
 
-def summary(curves: dict[str, Curve], options: argparse.Namespace) -> str:
+def summary(curves: dict[str, Curve], options: argparse.Namespace, others: str) -> str:
     """Each way's samples and loss at its end, and the seconds to what equal batches reached."""
     goal = min(loss for _, _, loss in curves["even"]) if "even" in curves else 0.0
     rows = [["", "samples", "held-out loss", f"seconds to {goal:.3f}"]]
@@ -288,7 +288,7 @@ def summary(curves: dict[str, Curve], options: argparse.Namespace) -> str:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     each = f"{options.minutes / len(WAYS):.3g} minutes a way, each killed five times"
     ran = f"{size:.1f} million parameters, {each}"
-    return f"{table(rows)}\n\n{ran}; {machine()}, with other work at the same time"
+    return f"{table(rows)}\n\n{ran}; {machine()}{others}"
 
 
 def draw(path: Path, curves: dict[str, Curve]) -> None:
@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "curves.json"
+    file, others = options.out / "curves.json", company()
     curves: dict[str, Curve] = json.loads(file.read_text()) if file.exists() else {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     keys = [key for key in options.ways.split(",") if key]
@@ -332,7 +332,7 @@ def main() -> int:
             curves[key] = curve
             curves = {k: curves[k] for k in WAYS if k in curves}
             file.write_text(json.dumps(curves))
-    text = summary(curves, options)
+    text = summary(curves, options, others)
     print(text)
     draw(options.out / "loss.png", curves)
     if options.docs:

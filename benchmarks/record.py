@@ -50,6 +50,13 @@ def others_share() -> Iterator[list[float]]:
     found.append(max(0.0, others) / (time.monotonic() - began) / (os.cpu_count() or 1))
 
 
+def company(seconds: float = 3.0) -> str:
+    """What follows the machine's name if others keep more than a tenth of it busy now; else nothing."""
+    with others_share() as found:
+        time.sleep(seconds)
+    return ", with other work at the same time" if found[0] > 0.1 else ""
+
+
 def machine() -> str:
     """Processor, cores, kernels and date: what the figures below it hold for."""
     from pyps import native

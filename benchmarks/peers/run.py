@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ.setdefault("PACES", "1,1.4,2,2.9")
 import rank as ranks  # noqa: E402
-from record import machine, table, write_section  # noqa: E402
+from record import company, machine, table, write_section  # noqa: E402
 
 PAGE, PACES = "peers.md", [float(x) for x in os.environ["PACES"].split(",")]
 TARGET, KILLED, STEPS_AFTER = 0.1, len(PACES) - 1, 20
@@ -233,7 +233,7 @@ def lines(way: Way) -> int:
     return sum(line.startswith("+ ") and len(line) > 2 for line in difflib.ndiff(plain, own)) - (own != plain)
 
 
-def text_of(found: dict[str, Found]) -> str:
+def text_of(found: dict[str, Found], others: str) -> str:
     rows = [["", f"seconds to {TARGET:g}", "samples to it", "new lines", "a rank is killed"]]
     for key, one in found.items():
         time_, samples = (
@@ -241,7 +241,7 @@ def text_of(found: dict[str, Found]) -> str:
         )
         after = "the run ends" if one.after is None else f"a pause of {one.after:.1f} s"
         rows.append([WAYS[key].title, time_, samples, str(one.lines), after])
-    return f"{table(rows)}\n\n{machine()}, with other work at the same time"
+    return f"{table(rows)}\n\n{machine()}{others}"
 
 
 def main() -> int:
@@ -252,6 +252,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process stays behind
+    others = company()
     found: dict[str, Found] = {}
     if options.keep and options.keep.exists():
         found = {key: Found(**one) for key, one in json.loads(options.keep.read_text()).items()}
@@ -264,7 +265,7 @@ def main() -> int:
         print(key, found[key], file=sys.stderr, flush=True)
         if options.keep:
             options.keep.write_text(json.dumps({k: asdict(one) for k, one in found.items()}))
-    text = text_of({key: found[key] for key in WAYS if key in found})
+    text = text_of({key: found[key] for key in WAYS if key in found}, others)
     print(text)
     if options.docs:
         write_section("peers", text, PAGE)
