@@ -64,7 +64,8 @@ static uint64_t pid_namespace(void) {
  * read, for example because this process has no free descriptor. */
 static uint64_t start_time(uint64_t pid) {
     char path[64], line[1024];
-    snprintf(path, sizeof path, "/proc/%lu/stat", pid);
+    /* Of its main thread, whose start is the process's: qemu-user makes up a process's own /proc/PID/stat. */
+    snprintf(path, sizeof path, "/proc/%lu/task/%lu/stat", pid, pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t length = fd < 0 ? -1 : read(fd, line, sizeof line - 1);
     int error = errno;
