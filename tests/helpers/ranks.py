@@ -25,6 +25,7 @@ from typing import Any
 
 # Two ranks that compile for the GPU which they share take longer than all else.
 DEADLINE_SECONDS = 110.0 if os.environ.get("PYPS_TEST_DEVICE", "cpu") == "cpu" else 300.0
+GROUPS_OF_A_JOB = 1000  # at most
 PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo"]
 PRELOADED += ["torch.distributed.fsdp", "sklearn.datasets", "pyps.torch"]
 
@@ -35,7 +36,7 @@ class Ranks:
     def __init__(self, most: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder, self._jobs = tempfile.TemporaryDirectory(), 0
         file = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
         self._processes = []
@@ -51,8 +52,9 @@ class Ranks:
     def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(group, *arguments) on the first `count` ranks: their results in order."""
         pipes = self._pipes[:count]
+        self._jobs += 1
         for pipe in pipes:
-            pipe.send((count, function, arguments))
+            pipe.send((self._jobs, count, function, arguments))
         results: dict[int, Any] = {}
         while len(results) < count:
             waited_for = [pipe for k, pipe in enumerate(pipes) if k not in results]
@@ -99,9 +101,12 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
     while True:
         try:
-            count, function, arguments = pipe.recv()
+            number, count, function, arguments = pipe.recv()
         except EOFError:
             return
+        # torch names groups by counting them: a job on fewer ranks may have made some, and a later group's
+        # ranks would wait for each other under unlike names.
+        dist.distributed_c10d._world.group_count = GROUPS_OF_A_JOB * number
         faulthandler.dump_traceback_later(limit.total_seconds())  # where it waits, in a group of its own too
         try:
             pipe.send((False, function(groups[count], *arguments)))
