@@ -64,6 +64,7 @@ def muon(steps: int) -> list[torch.optim.Optimizer]:
     return found
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_several_optimizers_have_one_file(tmp_path: Path) -> None:
     before, after = muon(3), muon(0)
     LocalState(settings_of(tmp_path), before).save(2)
