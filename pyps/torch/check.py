@@ -163,7 +163,7 @@ def _reductions_of(model: nn.Module) -> _InDDP | _InFSDP:
     if isinstance(model, DistributedDataParallel):
         return _InDDP(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule):
+    if fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule):
         return _InFSDP(model)
     expected = "a DistributedDataParallel, or what fully_shard gives"
     raise InputError("check_gradient", "model", type(model).__name__, expected)

@@ -68,7 +68,7 @@ def weighted_hook(
     if isinstance(plain, DistributedDataParallel):
         return DDPHook(plain, sampler, count, reduction, wire, scaler)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
-    if not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
+    if fsdp is None or not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
         expected = "a DistributedDataParallel, or what fully_shard gives"
         raise InputError("weighted_hook", "model", type(plain).__name__, expected)
     if wire != "same":
