@@ -23,10 +23,6 @@
  */
 #include "kernels/codec.h"
 
-/* Hardware prefetchers stop at the end of a 4 KiB page. Prefetching a page ahead, into the second cache,
- * fetches the next page in time; past the end of the data it has no effect. */
-#define PREFETCH(p) __builtin_prefetch((p) + 1024, 0, 2)
-
 #define INLINE TARGET __attribute__((always_inline)) static inline
 
 /* The bits of the largest magnitude; as integers they order as the magnitudes do, NaN above all. */
@@ -40,7 +36,6 @@ INLINE uint32_t NAME(largest)(IVEC top) {
 INLINE uint32_t NAME(magnitude)(const float *x, size_t n) {
     IVEC top = ISET(0);
     for (size_t i = 0; i < n; i += WIDTH) {
-        PREFETCH(x + i);
         top = IMAX(top, IAND(BITS(LOAD(x + i)), ISET(0x7fffffff)));
     }
     return NAME(largest)(top);
@@ -50,9 +45,7 @@ INLINE uint32_t NAME(magnitude)(const float *x, size_t n) {
 INLINE uint32_t NAME(scale_and_add)(float *v, const float *x, const float *r, float scale, size_t n) {
     IVEC top = ISET(0);
     for (size_t i = 0; i < n; i += WIDTH) {
-        PREFETCH(x + i);
         VEC sum = MUL(SET(scale), LOAD(x + i));
-        if (r) PREFETCH(r + i);
         if (r) sum = ADD(sum, LOAD(r + i));
         STORE(v + i, sum);
         top = IMAX(top, IAND(BITS(sum), ISET(0x7fffffff)));

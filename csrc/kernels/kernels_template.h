@@ -20,6 +20,10 @@
 
 #include "kernels/codec_template.h"
 
+/* Hardware prefetchers stop at the end of a 4 KiB page. A step gains where the next page comes in time, into the second
+ * cache (past the end of the data this has no effect). Codecs, looks and copies are slower with it. */
+#define PREFETCH(p) __builtin_prefetch((p) + 1024, 0, 2)
+
 /* What is done to every gradient, in registers before a loop begins. */
 struct NAME(filter) {
     VEC scale, low, high, decay;
@@ -182,9 +186,7 @@ INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {
 /* The way of element i and those after it, without Adam's root. */
 INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
     const VEC m = LOAD(l->from[1] + i);
-    PREFETCH(l->from[1] + i);
     if (!l->gradient) return MUL(SET(l->ahead.carried), m);
-    PREFETCH(l->gradient + i);
     const struct NAME(filter) f = NAME(filter_of)(l->scale, l->clip, 0);
     return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, &f));
 }
@@ -194,7 +196,6 @@ TARGET static void NAME(look_momentum)(const struct look *l) {
     const float *p = l->from[0];
     size_t i = 0;
     for (; i + WIDTH <= l->length; i += WIDTH) {
-        PREFETCH(p + i);
         NAME(place)(l, i, SUB(LOAD(p + i), NAME(look_on)(l, i)));
     }
     LOOK_TAIL(look[PYPS_MOMENTUM]);
@@ -206,9 +207,7 @@ TARGET static void NAME(look_adam)(const struct look *l) {
     const VEC eps = SET(l->ahead.eps);
     size_t i = 0;
     for (; i + WIDTH <= l->length; i += WIDTH) {
-        PREFETCH(p + i);
         VEC below = ADD(SQRT(LOAD(v + i)), eps);
-        PREFETCH(v + i);
         NAME(place)(l, i, SUB(LOAD(p + i), DIV(NAME(look_on)(l, i), below)));
     }
     LOOK_TAIL(look[PYPS_ADAM]);
@@ -244,7 +243,6 @@ TARGET static double NAME(square_sum)(const float *x, size_t length) {
     NAME(doubles) sums[SUMS] = {{0}};
     size_t i = 0;
     for (; i + 16 <= length; i += 16) {
-        PREFETCH(x + i);
         for (int k = 0; k < SUMS; k++) {
             NAME(half_floats) part;
             memcpy(&part, x + i + LANES_EACH * k, sizeof part);
@@ -283,7 +281,6 @@ TARGET static void NAME(stream)(float *to, const float *from, size_t length) {
     size_t i = 0;
     for (; i < length && (uintptr_t)(to + i) % 16; i++) to[i] = from[i];
     for (; i + WIDTH <= length; i += WIDTH) {
-        PREFETCH(from + i);
         STREAM(to + i, LOAD(from + i));
     }
     for (; i < length; i++) to[i] = from[i];
