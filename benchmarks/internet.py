@@ -39,7 +39,7 @@ SERVERS, SERVER_MEGABITS = 4, 1000.0
 LIFE, AWAY, GONE, NOTICED = 3600.0, 600.0, 0.1, 10.0
 MEGABIT = 1e6 / 8  # bytes
 PATIENCE = 36_000.0  # the round timeout
-LOSS, SAMPLES, RATES = 0.5, 20_000, (0.03, 0.1, 0.3, 1.0)  # of what is learned
+LOSS, SAMPLES, RATES = 0.5, 20_000, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of what is learned
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,8 @@ def draw(path: Path, curves: dict[str, Curve]) -> None:
     for (key, curve), (grey, style) in zip(curves.items(), looks, strict=False):
         for k, axis in enumerate(axes):
             axis.plot([p[k] for p in curve], [p[2] for p in curve], style, color=grey, label=WAYS[key].title)
+    shown = [loss for curve in curves.values() for at, _, loss in curve if at > curve[-1][0] / 10]
+    axes[0].set_ylim(top=1.05 * max(shown))  # what comes before falls too steeply to tell ways apart
     axes[0].set_xlabel("seconds, restarts included")
     axes[1].set_xlabel("samples")
     axes[0].set_ylabel("held-out loss, nats a byte")
