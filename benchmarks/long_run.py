@@ -1,7 +1,7 @@
 """A GPT on Python's own sources and documentation, four ways, each killed and resumed five times.
 
     python benchmarks/long_run.py --minutes 480 [--out long-run] [--docs]
-    python benchmarks/long_run.py --minutes 16 --width 96 --layers 2 --sample-seconds 0.1 --docs
+    python benchmarks/long_run.py --minutes 24 --width 96 --layers 2 --sample-seconds 0.1 --docs
 
 Four emulated devices, the slowest of which takes three times as long as the fastest: DDP with equal batches,
 DDP with planned ones, the store under H-PS, and local steps over an emulated link of --megabits. Each way has

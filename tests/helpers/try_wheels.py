@@ -58,7 +58,6 @@ if dist.get_rank() == 0:
     print("split", *step.sampler.split)
 dist.destroy_process_group()
 """
-NEON = "aarch64 neon"
 STORE = "import pyps\ntry:\n    pyps.Store\nexcept pyps.PypsError as error:\n    print(error)"
 
 
