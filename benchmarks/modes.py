@@ -126,6 +126,7 @@ CASES = (
     case_of("ssp, pipeline, shared link", f'policy = "ssp:bound=3"; {PIPED}', "fast, good, slow", shared=6.4),
     case_of("dssp", 'policy = "dssp"', "fast 8 12, good 8, slow 16"),
     case_of("backup", 'policy = "backup:k=1"', "good 16, good 16, good 16", batch=120),
+    case_of("quorum", 'policy = "quorum:k=1"', "good 16, good 16, good 16", batch=120),
     case_of("softsync, pipeline", f'policy = "softsync:n=3"; {PIPED}', "fast 3.2, good 16, slow 16"),
     case_of("dynsgd, int8", 'policy = "dynsgd"; codec = "int8"', "fast 4, good 4"),
     case_of("dcasgd, int4", 'policy = "dcasgd"; codec = "int4"', "fast 4, good 16"),

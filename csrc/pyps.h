@@ -706,7 +706,7 @@ typedef struct {
     uint32_t needs_grad_norm;              /* fill grad_norm_squared in pyps_push_args */
     uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
     uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */
-    uint32_t waits_for_rounds;             /* a step takes the gradients of all workers */
+    uint32_t waits_for_rounds;             /* a worker that has pushed goes on when its round has closed */
     uint32_t starts_at_once;  /* no start waits for others: pyps_exchange in place of a push and a pull */
     uint32_t collects_pushes; /* a version may take the gradients of several pushes */
 } pyps_policy_needs;

@@ -113,7 +113,7 @@ class Competitor:
         """Where a policy lies in what can be tried: "inside", at a "natural end", or at an "edge"."""
         ladder, variant = self.ladder(workers), policy.partition("@")[0]
         rungs = self.rungs(variant)
-        ends = {*self.ends, f"{variant.partition('=')[0]}={workers - 1}"}
+        ends = {*self.ends, f"{variant.partition(':')[0]}:k={workers - 1}"}
         inner = [
             len(steps) == 1 or one in ends or 0 < steps.index(one) < len(steps) - 1
             for steps, one in ((ladder, variant), (rungs, policy))

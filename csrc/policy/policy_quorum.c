@@ -31,9 +31,9 @@ static bool quorum_staged(struct view *v, uint64_t now) {
     uint64_t since = opened(v), k = (uint64_t)v->policy_params.backup;
     v->next_deadline = 0;
     if (!v->outstanding) return true;
-    if (v->staged + k < v->active) return false;
+    if (v->outstanding > k) return false; /* one that came while the round was open has no part in it */
     if (!lacks_some(v, since)) return true;
-    uint64_t quorum = v->active > k ? v->active - k : 1;
+    uint64_t all = (uint64_t)v->staged + v->outstanding, quorum = all > k ? all - k : 1;
     const struct source *last = &view_pending(v)[quorum - 1];
     uint64_t reached = view_rank(v, (uint32_t)view_member(v, last->slot)->rank)->pushed_at;
     double grace = reached > since ? v->policy_params.own * (double)(reached - since) : 0;

@@ -53,6 +53,7 @@ static bool has_smallest_batch(const struct view *v, const struct rank *rank) {
  * the smallest batches take any range. */
 static uint32_t range_for(const struct view *v, const struct rank *rank) {
     const struct range *r = view_ranges(v);
+    if (!v->returned) return 0; /* else every claim would look at every rank */
     for (uint32_t at = 0; at < v->returned; at++)
         if (r[at].count >= batch_of(rank)) return at;
     bool any = v->cursor == v->limit || v->returned > v->participants || has_smallest_batch(v, rank);

@@ -38,10 +38,10 @@ class PolicyNeeds:
     `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
     `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
     `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
-    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: one
-    step takes the gradients of all workers. `starts_at_once`: no start waits for others, so an exchange
-    serves in place of a push and the pull before the next step. `collects_pushes`: a version may take the
-    gradients of several pushes.
+    set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: a
+    worker that has pushed goes on when its round has closed. `starts_at_once`: no start waits for others, so
+    an exchange serves in place of a push and the pull before the next step. `collects_pushes`: a version may
+    take the gradients of several pushes.
     """
 
     uses_turns: bool

@@ -29,6 +29,7 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.exchange import quantized_sum
 from pyps.torch.gathered import is_gathered
+from pyps.torch.lockstep import REFUSED
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
@@ -84,6 +85,7 @@ class DDPHook(WeightedHook):
         self._micro_batches = MicroBatches(ddp, self.passes)
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
         self._is_first = True  # whether no round is over yet
+        self._refusal: InputError | None = None  # of this rank's gradient
         self._watch_parameters()
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
@@ -201,6 +203,8 @@ class DDPHook(WeightedHook):
         if self._is_reduced:
             self._is_reduced = False
             self.waiting.over()
+            if (refusal := self._refused()) is not None:
+                raise refusal
             first, self._is_first = self._is_first, False
             if first or self.device.type == "cpu":  # a GPU would have to be waited for
                 self.lockstep.compare(now=True)
@@ -212,6 +216,11 @@ class DDPHook(WeightedHook):
         found = "gradients that DistributedDataParallel did not reduce"
         expected = "one backward() for each forward() of the model, to all of its parameters"
         raise InputError("weighted_hook", "backward()", found, expected)
+
+    def _refused(self) -> InputError | None:
+        """What this rank has refused of the round, once."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
     def _own_weight(self) -> tuple[Any, Any]:
         """The weight in W, and that of the gradients; no samples on a rank that has left DDP's join()."""
@@ -231,7 +240,10 @@ class DDPHook(WeightedHook):
             work.wait()
             self._total_future = None
             if before is None:
-                self._check_first(own, float(total))
+                try:
+                    self._check_first(own, float(total))
+                except InputError as other:
+                    raise self._refused() or other from None
             self._assumed = not_zero(total)
         else:
             self._total_future = work.get_future()
@@ -244,9 +256,14 @@ class DDPHook(WeightedHook):
 
     def _begin_sum(self, device: torch.device) -> tuple[Any, Any, torch.Tensor]:
         """This rank's weight in W, that of its gradients, and its row, float64 [columns], on a device."""
-        own, unit = self._own_weight()
+        try:
+            own, unit = self._own_weight()
+        except InputError as refusal:  # raised when the round's messages are through: others wait for them
+            self._refusal, own, unit = refusal, 0.0, 0.0
         self._round_weights = own, unit if self.reduction == "mean" else 1.0
         added = self.passes.added if self._is_reduced else None
+        if self._refusal is not None:
+            added = REFUSED
         fingerprint = self._fingerprint(self.passes.shapes) if self._is_reduced else None
         return own, unit, self.lockstep.row(device, added, fingerprint)
 
@@ -255,7 +272,8 @@ class DDPHook(WeightedHook):
         first round, whose W is checked before it is used.
         """
         is_wide = buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu"
-        return is_wide and self.wire == "same" and self._total is not None
+        is_dense = buffer.layout == torch.strided  # Embedding(sparse=True) has none
+        return is_wide and is_dense and self.wire == "same" and self._total is not None
 
     def _reduce_with_weights(self, buffer: torch.Tensor) -> Reduced:
         """The first bucket's sum, with W and what the ranks compare in the same message."""

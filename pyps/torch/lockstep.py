@@ -17,11 +17,13 @@ from pyps.errors import InputError
 from pyps.torch.rounds import Rounds
 
 UNKNOWN = -1.0  # a number that a rank does not have
+REFUSED = -2  # in place of a rank's gradients: it refuses them, and says why
 # Calls of Rebalancer.step() since the last gradient; samples and rounds of the epoch; a request; gradients
 # that a script adds up itself; the fingerprint of its shapes.
 COLUMNS = 6
 ASKS = 3  # the request's
 MOST_TABLES = 64  # kept at a time
+LAG = 2  # rounds until a GPU's table is compared: it is there by then, mostly
 
 
 class Lockstep:
@@ -39,8 +41,7 @@ class Lockstep:
         self._summed: torch.Tensor | None = None  # the latest round's
         self._is_compared = False  # whether that was
         self._alike: list[float] = []  # the latest table in which the ranks did the same
-        self._copy: torch.Tensor | None = None  # of an earlier one, on its way from a GPU
-        self._copied: Any = None  # the event after which it is there
+        self._copies: list[tuple[torch.Tensor, Any]] = []  # of earlier ones, on their way from a GPU
         self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
 
     def row(
@@ -48,7 +49,7 @@ class Lockstep:
     ) -> torch.Tensor:
         """This rank's row among zeros, float64 [COLUMNS * ranks], for the sum over all ranks; see sent().
 
-        added: gradients of the round that were added up as they are; None if this rank has none.
+        added: gradients of the round that were added up as they are; None if this rank has none, or REFUSED.
         fingerprint: of the round's shapes, where its weight is an assumption.
         """
         if not self._data_set:
@@ -86,6 +87,9 @@ class Lockstep:
         if (flat := table.tolist()) == self._alike:
             return
         rows = [flat[k : k + COLUMNS] for k in range(0, len(flat), COLUMNS)]
+        if refused := [rank for rank, row in enumerate(rows) if row[4] == REFUSED]:
+            found = f"gradients that rank{'s' * (len(refused) > 1)} {_listed(refused)} refused"
+            raise InputError("weighted_hook", "backward()", found, "what that rank's message says")
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
         _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
         calls = [row[0] for row in rows]
@@ -117,11 +121,14 @@ class Lockstep:
                 event.synchronize()
         return table is not None and bool(table.view(-1, COLUMNS)[:, ASKS].any())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _from_gpu(self, table: torch.Tensor) -> torch.Tensor | None:
-        """The table of an earlier round once it is there; nothing waits for it."""
-        found = self._copy if self._copy is not None and self._copied.query() else None
-        if self._copy is None or found is not None:
-            self._copy, self._copied = _copied(table)
+        """The table of LAG rounds ago: each one, and in the same round on all ranks, so that all raise."""
+        self._copies.append(_copied(table))
+        if len(self._copies) <= LAG:
+            return None
+        found, event = self._copies.pop(0)
+        event.synchronize()
         return found
 
 

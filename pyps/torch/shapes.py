@@ -30,15 +30,20 @@ class Shapes:
         whole = isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
         self._labels = labels if whole else None
 
-    def fingerprint(self, knows_rows: bool) -> int | None:
+    def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]]) -> int | None:
         """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.
 
         knows_rows: whether a sampler says how many samples there are, so that only targets are unknown.
+        tables: outputs, by place and shape, that once had other rows; this pass adds its own. A table stays
+        one in a pass with as many samples as it has rows.
         """
         rows = self._inputs[0][0] if self._inputs else 0
         if not rows:
             return None
-        of_shapes = 0 if knows_rows else _of(rows, self._inputs, self._outputs)
+        places = list(enumerate(self._outputs))
+        tables.update((k, shape) for k, shape in places if shape[0] != rows)
+        by_rows = tuple(shape for k, shape in places if (k, shape) not in tables)
+        of_shapes = 0 if knows_rows else _of(rows, self._inputs, self._outputs, by_rows)
         return (of_shapes + self._targets(rows)) & BITS
 
     def _targets(self, rows: int) -> int:
@@ -53,16 +58,14 @@ class Shapes:
 
 
 @lru_cache(1024)
-def _of(rows: int, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+def _of(rows: int, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], by_rows: tuple[Shape, ...]) -> int:
     """Of all dimensions but the samples': of the outputs, from which a loss is computed, if there are any.
 
-    What only some ranks could take for samples, such as a table as long as this rank's batch, is left out.
+    by_rows: the outputs whose first dimension the samples may be.
     """
     every: list[Shape] = [shape[1:] for shape in inputs]
     if outputs:
-        every = [
-            shape[1:] for k, shape in enumerate(o for o in outputs if o[0] == rows) if k == 0 or shape[1:]
-        ]
+        every = [shape[1:] for k, shape in enumerate(by_rows) if k == 0 or shape[1:]]
     if not every:  # outputs of other rows: as many for each sample, or none that are known
         whole = next((shape for shape in outputs if shape[0] and shape[0] % rows == 0), None)
         every = [(rows,), *outputs] if whole is None else [(whole[0] // rows, *whole[1:])]

@@ -19,7 +19,7 @@ from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
-from pyps.torch.shapes import BITS, Shapes
+from pyps.torch.shapes import BITS, Shape, Shapes
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import note_weights, rows_of
 
@@ -79,6 +79,7 @@ class WeightedHook(ABC):
         self.counts = sampler is not None  # whether each gradient is one more trained round of the sampler
         self._trained = None if sampler is None else TrainedRounds(sampler)
         self.on_ready.append(self._count_round)
+        self._tables: set[tuple[int, Shape]] = set()  # see Shapes.fingerprint
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         watch()
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -222,7 +223,7 @@ class WeightedHook(ABC):
     def _fingerprint(self, shapes: Iterable[Shapes]) -> int | None:
         """That of a round, of whose passes these are the shapes; None if it has none."""
         knows_rows = hasattr(self.lockstep.sampler, "sizes")  # _check_first() has compared them
-        found = {one.fingerprint(knows_rows) for one in shapes} - {None}
+        found = {one.fingerprint(knows_rows, self._tables) for one in shapes} - {None}
         return sum(found) & BITS if found else None  # type: ignore[arg-type]
 
     def _ready(self) -> None:
@@ -255,19 +256,28 @@ class WeightedHook(ABC):
 
         own: this rank's. A library's loader gives its sampler, too.
         """
+        found, expected = self._unlike_first(own, total)
+        refused = torch.tensor(float(found is not None), device=self.device)
+        dist.all_reduce(refused, group=self.group)  # all raise, or the others would wait for the gradients
+        if float(refused):
+            found = found or "those of other ranks, which are not the sampler's"
+            raise InputError("weighted_hook", "samples of the first round", found, expected)
+
+    def _unlike_first(self, own: Any, total: float) -> tuple[str | None, str]:
+        """What this rank refuses of the first round, None for nothing; and what it expects."""
         sampler: Any = self.lockstep.sampler
+        expected = "the samples of the sampler's rounds; if they are not the first dimension, pass count="
         counted = self._count is None and self.reduction == "mean" and not self.passes.is_said
         if not counted or not hasattr(sampler, "sizes"):
-            return
+            return None, expected
         known, times = set(sampler.sizes()), {total / size for size in sampler.sizes()}
         drawn = [sampler.round_samples(number) for number in range(sampler.drawn)]
         if drawn:  # all that is computed in a round of its samples is as many times these on each rank
             times = {total / size for size, part in drawn if own * size == total * part}
         if any(one == int(one) > 0 for one in times):
-            return
+            return None, expected
         found = f"{float(own):.0f} of {total:.0f}, by the first tensor that forward() got"
-        expected = f"one of {sorted(known)[-3:]}; if samples are not its first dimension, pass count="
-        raise InputError("weighted_hook", "samples of the first round", found, expected)
+        return found, f"one of {sorted(known)[-3:]}; if samples are not its first dimension, pass count="
 
 
 def is_weighted(model: torch.nn.Module) -> bool:

@@ -229,9 +229,11 @@ def one_bad_value(group: dist.ProcessGroup, bits: int) -> tuple[int, bool, bool]
     return int(bad.sum()), inside, all(torch.equal(c, copies[0]) for c in copies)
 
 
-def checked(group: dist.ProcessGroup, planned: list[int], batches: list[int]) -> str:
-    """What the hook says of a first round of other batches than the sampler's."""
+def checked(group: dist.ProcessGroup, planned: list[int], batches: list[int], draws: bool = False) -> str:
+    """What the hook says of a first round of other batches than the sampler's, which may have drawn."""
     sampler = UnevenBatchSampler(sum(planned) * 3, planned, dist.get_rank(group))
+    if draws:
+        next(iter(sampler))
     ddp = DistributedDataParallel(net(), process_group=group)
     weighted_hook(ddp, sampler)
     try:
@@ -251,3 +253,20 @@ def kept_after_a_bad_step(group: dist.ProcessGroup) -> bool:
     (square(ddp, inputs, targets) * (torch.inf if dist.get_rank(group) == 1 else 1)).backward()
     after = hook.state_dict()["residuals"]
     return all(torch.equal(values, after[name]) for name, values in before.items())
+
+
+def sparse_errors(group: dist.ProcessGroup, batches: list[int], steps: int) -> list[float]:
+    """How far gradients of embeddings, which are sparse, are from those of one process, by step."""
+    net = nn.Embedding(40, 3, sparse=True).to(DEVICE, torch.float64)
+    nn.init.ones_(net.weight)
+    ddp = DistributedDataParallel(copy.deepcopy(net), process_group=group)
+    weighted_hook(ddp)
+    texts, errors = words(0, sum(batches))[0] % 40, []
+    for _ in range(steps):
+        ddp.zero_grad()
+        net.zero_grad()
+        (ddp(texts[mine(batches, group)]) ** 3).mean().backward()
+        (net(texts) ** 3).mean().backward()
+        found, right = (one.weight.grad.to_dense() for one in (ddp.module, net))
+        errors.append(off(flat([found]), flat([right])))
+    return errors

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from policy_drive import SECOND, Drive, orders, partition
 
 from pyps.native.decisions import EventKind
+from pyps.native.status import MemberState
 from pyps.native.values import Hyper
 from pyps.simulate import Fault, Scenario, SimWorker, simulate
 from pyps.store import Store
@@ -100,6 +101,20 @@ def test_a_worker_that_is_late_already_has_no_second_grace() -> None:
         assert drive.round == 1
         drive.at(opened + 3 * ROUND, k)
     assert drive.round == 2, "closed by the push that made the quorum"
+
+
+def test_one_that_comes_while_a_round_is_open_makes_it_wait_for_none() -> None:
+    drive = Timed(Quorum(k=1, grace=0.0), BATCHES)
+    drive.begin_all()
+    for k in (0, 1, 2):
+        drive.turn(k)
+    drive.begin_all()
+    assert (drive.round, sorted(drive.claims)) == (1, [0, 1, 2, 3])
+    drive.core.step(EventKind.LEAVE, 0, drive.now, state=int(MemberState.DEAD))
+    drive.core.step(EventKind.JOIN, 0, drive.now, rank=0)
+    for k in (1, 2):
+        drive.turn(k)
+    assert drive.round == 2, "closed without the late worker, of which there is one"
 
 
 def test_what_is_late_at_the_end_is_a_part_of_a_step() -> None:

@@ -72,6 +72,13 @@ def test_a_wrong_loop_is_refused(ranks: Ranks, idiom: str, batch: int, expected:
         assert expected in said
 
 
+def test_what_one_rank_refuses_all_do(ranks: Ranks) -> None:
+    """Or the others would wait for its gradients."""
+    other, own = ranks.run(2, jobs.said_alone)
+    assert "gradients that rank 1 refused" in other
+    assert "weights of 7, 7, 6, 6" in own
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_model_in_eval_mode_trains_with_its_own_weights(ranks: Ranks, parts: int) -> None:
     """Without dropout, say. What is only looked at, with other samples, weighs nothing."""

@@ -132,6 +132,18 @@ def test_a_first_round_that_is_not_the_samplers_is_refused(ranks: Ranks) -> None
         assert "of 9, by the first tensor" in said
 
 
+def test_where_one_rank_alone_would_refuse_all_do(ranks: Ranks) -> None:
+    """Of time first, 8 steps: to rank 0, 8 of 24 are twice its 4 of 12."""
+    said = ranks.run(3, ddp_jobs.checked, [4, 3, 5], [8, 8, 8], True)
+    assert "other ranks" in said[0]
+    assert all("by the first tensor" in one for one in said[1:])
+
+
+def test_sparse_gradients(ranks: Ranks) -> None:
+    for errors in ranks.run(2, ddp_jobs.sparse_errors, [5, 3], 3):
+        assert max(errors) < 1e-12
+
+
 def test_the_samples_of_a_batch() -> None:
     assert rows_of(({"ids": torch.zeros(5, 2)}, {})) == 5
     assert rows_of((torch.tensor(1.0), [torch.zeros(3)])) == 3

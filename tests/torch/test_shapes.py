@@ -1,0 +1,31 @@
+"""Fingerprints of passes: alike on ranks whose passes differ in samples alone."""
+
+from __future__ import annotations
+
+import torch
+
+from pyps.torch.shapes import Shape, Shapes
+
+
+def passed(rows: int, *outputs: tuple[int, ...], tables: set[tuple[int, Shape]] | None = None) -> int | None:
+    shapes = Shapes([torch.zeros(rows, 3)], [torch.zeros(one) for one in outputs], None)
+    return shapes.fingerprint(False, set() if tables is None else tables)
+
+
+def test_samples_alone_may_differ() -> None:
+    assert passed(16, (16, 10)) == passed(8, (8, 10)) is not None
+    assert passed(16, (16, 7, 10)) != passed(8, (8, 9, 10)), "tokens of unlike rows"
+    assert passed(0, (0, 10)) is None
+
+
+def test_a_table_stays_one_where_a_rank_has_as_many_samples_as_it_has_rows() -> None:
+    tables: set[tuple[int, Shape]] = set()
+    before = passed(8, (8, 10), (16, 64), tables=tables)
+    assert passed(16, (16, 10), (16, 64), tables=tables) == before
+
+
+def test_an_output_by_rows_stays_one() -> None:
+    tables: set[tuple[int, Shape]] = set()
+    found = [passed(rows, (rows, 10), (rows, 4), tables=tables) for rows in (8, 16, 8)]
+    assert len(set(found)) == 1
+    assert passed(8, (8, 10), (8, 5), tables=tables) != found[0]
