@@ -41,7 +41,7 @@ def local_groups(cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost]
     """The cluster's groups, where they take local steps: bounds for batches of whole local steps.
 
     at_once: the most samples of each group at once. costs: of a step of one rank of each. Without local steps
-    the groups are unchanged.
+    the groups are unchanged. Raises InputError for a local batch that is less than a group's batch_multiple.
     """
     groups = cluster.worker
     if cluster.run.local_steps is None:
@@ -51,6 +51,11 @@ def local_groups(cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost]
     wanted = cluster.run.local_batch or even
     if wanted == AUTO:
         wanted = _smallest_fast(groups, at_once, costs, even)
+    elif cluster.run.local_batch is not None:
+        most = max(groups, key=lambda group: group.batch_multiple)
+        if wanted < most.batch_multiple:
+            expected = f"at least {most.batch_multiple}, the batch_multiple of {most.name}"
+            raise InputError(CLUSTER_FILE, "run.local_batch", str(wanted), expected)
     sizes = [_local_batch(group, min(wanted, most)) for group, most in zip(groups, at_once, strict=True)]
     whole = len(set(sizes)) == 1 and samples % sizes[0] == 0
     return [
@@ -72,7 +77,8 @@ def idle_warning(cluster: Cluster, workers: Sequence[PlanWorker], iteration_seco
     if count is None or idle < IDLE_WORTH_A_WARNING:
         return []
     if cluster.run.local_batch is not None:
-        count = max(1, round(sum(w.accumulation for w in workers) / len(workers)))
+        steps_each = [w.accumulation for w in workers if w.batch]
+        count = max(1, round(sum(steps_each) / len(steps_each)))
     steps = f"{count} local step{'s' * (count > 1)} of {worker.micro_batch} samples on average"
     remedy = "more of them, or a smaller global_batch, would fit better"
     return [f"{worker.name}: idle for {idle:.1%} of a round, which has {steps}: {remedy}"]

@@ -223,6 +223,13 @@ def test_a_local_batch_that_is_given_leaves_the_samples_of_a_round() -> None:
     assert (plan.run.local_steps, plan.run.local_batch) == (10, 2)
 
 
+def test_a_local_batch_that_is_no_whole_multiple_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"run\.local_batch: found 2; expected at least 4, the batch_multiple of w0"
+    ):
+        with_local_batch([profile(0.01, 0.0)] * 2, 40, 10, 2, batch_multiple=4)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     fixed=st.lists(st.floats(0.0, 0.05), min_size=2, max_size=4),
