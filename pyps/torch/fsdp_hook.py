@@ -107,6 +107,9 @@ class FSDPHook(WeightedHook):
         source = (rows_between(batch, rows, *(cut if cut[0] < cut[1] else (0, 1))) for cut in cuts)
         return self._passes(source, len(cuts), whole, rows, of_one=True)
 
+    def _agreed_parts(self, own: int) -> int:
+        return self._largest(own)  # each pass gathers parameters
+
     def watch_gradients(self) -> None:
         """From now on keep the square norms of this rank's gradients: one for each pass that reduces."""
         self._squares = []

@@ -111,16 +111,41 @@ class WeightedHook(ABC):
         """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
         self.passes.set_weight(weight)
 
-    def accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
+    def accumulate(
+        self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
+    ) -> Iterator[Any]:
         """This rank's batch in micro-batches, for the loop that calls backward() for each.
 
         batch: tensors in tuples, lists and dicts, samples in the first dimension. parts: how many, or how
-        many on each rank. Each loss is the plain mean over its micro-batch, however long that is. Raises
-        InputError for fewer than one part, and for unlike numbers where UnevenSyncBatchNorm waits in each.
+        many on each rank. most: in place of parts, the samples of a micro-batch that fit this rank's memory:
+        as few parts as that takes; where ranks wait for each other in each part, all have as many as the one
+        that needs most. Each loss is the plain mean over its micro-batch, however long that is. Raises
+        InputError for fewer than one part or sample, and for unlike numbers where UnevenSyncBatchNorm waits.
         """
+        if (parts is None) == (most is None):
+            raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
+        if most is not None:
+            if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+                raise InputError("accumulate", "most", repr(most), "a whole number from 1")
+            parts = self._agreed_parts(max(1, -(-rows_of(batch) // most)))
+        assert parts is not None
         if not isinstance(parts, int):
             self._check_alike("accumulate", parts)
         return self._accumulate(batch, parts)
+
+    def _agreed_parts(self, own: int) -> int:
+        """How many parts this rank's batch has, of which it needs `own`."""
+        return self._largest(own) if self._waits_in_parts() else own
+
+    def _largest(self, own: int) -> int:
+        """Of all ranks."""
+        found = torch.tensor(own, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
+
+    def _waits_in_parts(self) -> bool:
+        """Whether ranks wait for each other in each pass of a round."""
+        return any(isinstance(m, UnevenSyncBatchNorm) for m in self._model.modules())
 
     def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
         """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
@@ -135,7 +160,7 @@ class WeightedHook(ABC):
 
     def _check_alike(self, where: str, parts: Sequence[int]) -> None:
         """Raise InputError where ranks would wait for a pass that does not come."""
-        if len(set(parts)) > 1 and any(isinstance(m, UnevenSyncBatchNorm) for m in self._model.modules()):
+        if len(set(parts)) > 1 and self._waits_in_parts():
             expected = "as many on every rank: UnevenSyncBatchNorm waits for all ranks in each"
             raise InputError(where, "micro-batches", f"{tuple(parts)}", expected)
 

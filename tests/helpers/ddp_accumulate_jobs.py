@@ -155,6 +155,28 @@ def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -
     return errors
 
 
+def most_errors(group: dist.ProcessGroup, batches: list[int], most: list[int], normed: bool) -> list[float]:
+    """Of micro-batches of at most so many samples, by rank: how far the gradient is off, and their number."""
+    layers = [torch.nn.Linear(32, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)]
+    alone = torch.nn.Sequential(*(layer for layer in layers if normed or layer is not layers[1])).double()
+    alone = alone.to(DEVICE)
+    own = copy.deepcopy(alone)
+    own = UnevenSyncBatchNorm.convert(own, group) if normed else own
+    ddp = DistributedDataParallel(own, process_group=group)
+    hook = weighted_hook(ddp)
+    rank, draws = dist.get_rank(group), torch.Generator().manual_seed(3)
+    x, y = (torch.randn(sum(batches), n, generator=draws, dtype=torch.float64).to(DEVICE) for n in (32, 4))
+    sizes = []
+    for one, target in hook.accumulate((x[mine(batches, group)], y[mine(batches, group)]), most=most[rank]):
+        sizes.append(len(one))
+        square(ddp, one, target).backward()
+    assert max(sizes) <= most[rank]
+    if normed:  # statistics are of all ranks' micro-batches
+        return [0.0, len(sizes)]
+    square(alone, x, y).backward()
+    return [off(*(flat(p.grad for p in net.parameters()) for net in (ddp, alone))), len(sizes)]
+
+
 def said_alone(group: dist.ProcessGroup) -> str:
     """The same of loss / k on rank 1, whose micro-batches are unlike; on rank 0 they are alike."""
     return said_of(group, 28 - 2 * dist.get_rank(group), 4, "loss / k")

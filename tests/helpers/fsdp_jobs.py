@@ -61,8 +61,13 @@ def gradient_errors(
     parts: int | list[int],
     replicas: int,
     compiled: bool = False,
+    most: list[int] | None = None,
 ) -> list[float]:
-    """By round, how far the gradient is from one process's; batches change places, then are larger."""
+    """By round, how far the gradient is from one process's; batches change places, then are larger.
+
+    most: samples of a micro-batch by rank, in place of parts.
+    """
+    cut: dict[str, Any] = {"parts": parts} if most is None else {"most": most[dist.get_rank(group)]}
     alone = net(torch.float64)
     model = sharded(copy.deepcopy(alone), mesh_of(group, replicas))
     hook = weighted_hook(model)
@@ -75,7 +80,7 @@ def gradient_errors(
         own = tuple(x[mine(split, group)] for x in whole)
         right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
         model.zero_grad()
-        for micro in [own] if parts == 1 else hook.accumulate(own, parts):
+        for micro in [own] if parts == 1 else hook.accumulate(own, **cut):
             square(trained, *micro).backward()
         errors.append(off(gradient(model), right))
         with torch.no_grad():  # a pass that trains nothing counts for nothing

@@ -72,6 +72,14 @@ def test_a_wrong_loop_is_refused(ranks: Ranks, idiom: str, batch: int, expected:
         assert expected in said
 
 
+@pytest.mark.parametrize(("normed", "parts"), [(False, [4, 2]), (True, [4, 4])])
+def test_as_few_parts_as_memory_holds(ranks: Ranks, normed: bool, parts: list[int]) -> None:
+    """As many on each rank only where they wait for each other in each."""
+    found = ranks.run(2, jobs.most_errors, [26, 9], [8, 5], normed)
+    assert [count for _, count in found] == parts
+    assert max(error for error, _ in found) < EXACT
+
+
 def test_what_one_rank_refuses_all_do(ranks: Ranks) -> None:
     """Or the others would wait for its gradients."""
     other, own = ranks.run(2, jobs.said_alone)

@@ -42,6 +42,11 @@ def test_the_gradient_is_the_one_of_one_process(
         assert max(errors) < EXACT
 
 
+def test_parts_by_what_memory_holds_are_as_many_on_each_rank(ranks: Ranks) -> None:
+    for errors in ranks.run(3, jobs.gradient_errors, [26, 10, 3], 0, 1, False, [8, 5, 40]):
+        assert max(errors) < EXACT
+
+
 @settings(
     derandomize=True,
     deadline=None,
