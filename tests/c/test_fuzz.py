@@ -24,7 +24,7 @@ def folder(programs_folder: Path) -> Path:
 
 @pytest.mark.parametrize("of", programs.FUZZED)
 def test_no_bytes_do_harm(folder: Path, of: str) -> None:
-    program, runs = programs.build(folder, f"fuzz_{of}", "address"), examples(RUNS[of] // 4, RUNS[of])
+    program, runs = programs.build(folder, f"fuzz_{of}", "address"), examples(RUNS[of] // 8, RUNS[of])
     done = programs.run(program, str(programs.corpus(of)), "2026", str(runs))
     assert done.returncode == 0, done.stderr
     assert f"{runs} mutations: no fault" in done.stdout
