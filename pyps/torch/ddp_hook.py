@@ -84,7 +84,6 @@ class DDPHook(WeightedHook):
         self.passes.is_gathered = lambda: is_gathered(self.group)
         self._micro_batches = MicroBatches(ddp, self.passes)
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
-        self._is_first = True  # whether no round is over yet
         self._refusal: InputError | None = None  # of this rank's gradient
         self._watch_parameters()
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
@@ -205,8 +204,7 @@ class DDPHook(WeightedHook):
             self.waiting.over()
             if (refusal := self._refused()) is not None:
                 raise refusal
-            first, self._is_first = self._is_first, False
-            if first or self.device.type == "cpu":  # a GPU would have to be waited for
+            if self.lockstep.is_due():
                 self.lockstep.compare(now=True)
             return self._total
         kept = weighed.kept and weighed.counted < 0  # else what follows reduces nothing

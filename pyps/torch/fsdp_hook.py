@@ -85,7 +85,6 @@ class FSDPHook(WeightedHook):
         self.passes = Passes(reduction == "sum", self._gradients, self._own_part_done, self._pass_over)
         self.passes.is_gathered = lambda: is_gathered(self.group)
         self._round: _Round | None = None
-        self._is_first = True  # whether no round is over yet
         self._factor: torch.Tensor | None = None  # of the gradients that the running backward pass reduces
         self._summed: Any = None  # the work after which `_total` is the sum over ranks
         self._squares: list[_Reduced] | None = None  # of this round's reductions; None: not asked for
@@ -274,8 +273,7 @@ class FSDPHook(WeightedHook):
         elif self._round is None or self._round.last:
             if self._round is not None and not self._round.whole and not self.passes.again:
                 self._correct()
-            first, self._is_first = self._is_first, False
-            if first or self.device.type == "cpu":  # a GPU would have to be waited for
+            if self.lockstep.is_due():
                 self._arrived()
                 self.lockstep.compare(now=True)
         return self._total if is_reduced and self._round is None else None

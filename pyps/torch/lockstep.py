@@ -40,6 +40,7 @@ class Lockstep:
         self._tables: dict[tuple[float, ...], torch.Tensor] = {}  # a GPU has those of most rounds already
         self._summed: torch.Tensor | None = None  # the latest round's
         self._is_compared = False  # whether that was
+        self._is_first = True  # whether no round is over yet
         self._alike: list[float] = []  # the latest table in which the ranks did the same
         self._copies: list[tuple[torch.Tensor, Any]] = []  # of earlier ones, on their way from a GPU
         self._request: tuple[torch.Tensor, Any] | None = None  # the same, of the round before
@@ -73,6 +74,11 @@ class Lockstep:
     def sent(self, table: torch.Tensor) -> None:
         """Where the sum of the rows will be, [COLUMNS * ranks] of floats."""
         self._summed, self._is_compared = table, False
+
+    def is_due(self) -> bool:
+        """A round is over: whether to compare it now. A GPU would have to be waited for: only its first."""
+        first, self._is_first = self._is_first, False
+        return first or self._summed is None or self._summed.device.type == "cpu"
 
     def compare(self, now: bool = False) -> None:
         """Raise InputError where ranks differ, after the round is over; on a GPU some rounds later, unless
