@@ -84,7 +84,6 @@ class DDPHook(WeightedHook):
         self.passes.is_gathered = lambda: is_gathered(self.group)
         self._micro_batches = MicroBatches(ddp, self.passes)
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
-        self._refusal: InputError | None = None  # of this rank's gradient
         self._watch_parameters()
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
@@ -104,9 +103,10 @@ class DDPHook(WeightedHook):
     def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """Only the last backward() reduces. With one number, a rank has no more passes than samples."""
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
-        rows = rows_of(batch)
-        if isinstance(parts, int) and 0 < rows < parts:  # the other ranks may have more
-            self._check_alike("accumulate", (rows, parts))
+        if isinstance(parts, int) and self._waits_in_parts():  # some ranks may have fewer samples than parts
+            rows = rows_of(batch)
+            least, most = -self._largest(-rows), self._largest(rows)
+            self._check_alike("accumulate", (min(least, parts), min(most, parts)))
         return self._micro_batches.cut(batch, own)
 
     def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
@@ -211,14 +211,11 @@ class DDPHook(WeightedHook):
         if kept or not self._ddp.require_backward_grad_sync:
             self.passes.keep(weighed)
             return None
+        if (refusal := self.passes.refused()) is not None:
+            raise refusal
         found = "gradients that DistributedDataParallel did not reduce"
         expected = "one backward() for each forward() of the model, to all of its parameters"
         raise InputError("weighted_hook", "backward()", found, expected)
-
-    def _refused(self) -> InputError | None:
-        """What this rank has refused of the round, once."""
-        refusal, self._refusal = self._refusal, None
-        return refusal
 
     def _own_weight(self) -> tuple[Any, Any]:
         """The weight in W, and that of the gradients; no samples on a rank that has left DDP's join()."""
@@ -238,10 +235,7 @@ class DDPHook(WeightedHook):
             work.wait()
             self._total_future = None
             if before is None:
-                try:
-                    self._check_first(own, float(total))
-                except InputError as other:
-                    raise self._refused() or other from None
+                self._check_first(own, float(total))
             self._assumed = not_zero(total)
         else:
             self._total_future = work.get_future()

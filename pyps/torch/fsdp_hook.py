@@ -23,6 +23,7 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import cuts_of, rows_between
 from pyps.torch.fsdp_shards import ShardedModules
 from pyps.torch.gathered import is_gathered
+from pyps.torch.lockstep import REFUSED
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.passes import Pass, Passes
 from pyps.torch.peers import own_copies
@@ -140,10 +141,18 @@ class FSDPHook(WeightedHook):
                 raise InputError("weighted_hook", "backward()", "a pass that does not reduce", expected)
             return
         if self._factor is None:
-            self._factor = self._factor_of(*self.passes.reduced())
+            self._factor = self._factor_of(*self._own_weight())
         if self._squares is not None:
             self._watch(gradients, self._squares[-1])
         scale_in_place([gradient for _, gradient in gradients], self._factor)
+
+    def _own_weight(self) -> tuple[Any, Any]:
+        """As Passes.reduced(); nothing of what is refused, which is raised when the round is over."""
+        try:
+            return self.passes.reduced()
+        except InputError as refusal:  # other ranks wait for these gradients
+            self._refusal = self._refusal or refusal
+            return 0.0, 0.0
 
     def _watch(self, gradients: list[tuple[torch.Tensor, torch.Tensor]], latest: _Reduced) -> None:
         for parameter, gradient in gradients:
@@ -177,7 +186,8 @@ class FSDPHook(WeightedHook):
     ) -> Iterator[Any]:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
         if any(bool(one.any()) for one in self._gradients()):
-            raise InputError("accumulate", "gradients", "those of an earlier round", "zero_grad() before it")
+            found, expected = "those of an earlier round", "zero_grad() before it"
+            self.passes.refuse(InputError("accumulate", "gradients", found, expected))
         number, self._round, self.passes.managed, self.passes.of_one = 0, _Round(whole), True, of_one
         with self._shards.restored():
             try:
@@ -188,6 +198,7 @@ class FSDPHook(WeightedHook):
             finally:
                 self._round, self.passes.managed, self.passes.of_one = None, False, False
                 if number < count:
+                    self._refusal = None
                     self.passes.forget()
         if number < count:
             raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
@@ -247,7 +258,7 @@ class FSDPHook(WeightedHook):
     def _send(self, weight: Any, shapes: Sequence[Shapes] = ()) -> torch.Tensor:
         """W, once _arrived() has been called. shapes: of its passes, where it is an assumption."""
         fingerprint = self._fingerprint(shapes)
-        row = self.lockstep.row(self.device, 1, fingerprint)
+        row = self.lockstep.row(self.device, 1 if self._refusal is None else REFUSED, fingerprint)
         message = torch.cat([as_float64(weight, self.device).view(1), row])
         self.lockstep.sent(message[1:])
         self._summed = dist.all_reduce(message, group=self.group, async_op=True)
@@ -273,6 +284,8 @@ class FSDPHook(WeightedHook):
         elif self._round is None or self._round.last:
             if self._round is not None and not self._round.whole and not self.passes.again:
                 self._correct()
+            if (refusal := self._refused()) is not None:
+                raise refusal
             if self.lockstep.is_due():
                 self._arrived()
                 self.lockstep.compare(now=True)

@@ -3,6 +3,7 @@
 A forward pass leaves marks in the graph behind its output. A backward pass that meets one names the pass that
 it comes from, so it weighs what that pass did. A pass that is only looked at, in eval mode or in between,
 weighs nothing. A gradient that meets no mark comes from samples that nothing has counted, and is refused.
+What is refused is raised where the gradients are reduced: other ranks wait for these, and learn of it there.
 A gradient of a gradient (a penalty's) need not meet the mark of its pass, so passes that
 torch.autograd.grad(create_graph=True) went through count as met by the backward pass that follows.
 
@@ -94,6 +95,8 @@ class Passes:
         self.again = False  # whether what was reduced last are gradients of passes that were reduced before
         self._met: list[Pass] = []  # by the backward pass that was over last
         self._last_kept: tuple[torch.Tensor, int] | None = None  # a gradient, and its version then
+        self._refusal: InputError | None = None  # of the gradients so far
+        self._is_refused = False  # whether the running backward pass is
         self._differentiated: list[Pass] = []  # whose gradients are part of the graph of the pass to come
         self._weighs: Any = 0.0  # w_i of what was reduced last
         self.added = 1  # passes of that, if their gradients were added up as they are
@@ -168,24 +171,44 @@ class Passes:
 
         return weight
 
-    def arrived(self) -> Pass:
-        """A gradient has reached a parameter: its pass. Raises InputError if none is known."""
+    def arrived(self) -> None:
+        """A gradient has reached a parameter."""
+        if self._running is not None and self._has_gradients:
+            return
         if self._running is None:
-            if self._open is not None:  # within forward(), as in a step that calls backward() itself
-                self._start(self._open)
-            elif self._differentiated:
-                self._start(self._differentiated[0])
-            elif self._said is not None:
-                self._start(Pass(self._said, self._latest is not None and self._latest.kept))
-            else:
-                found = "a gradient of samples that no forward() of this model has counted"
-                expected = "a loss from what model(...) returned, or hook.set_weight(n) before backward()"
-                raise InputError("weighted_hook", "backward()", found, expected)
+            self._start_unmet()
         assert self._running is not None
-        if not self._has_gradients:
-            self._has_gradients = True
-            self._count_pass(self._running, self._weight_of(self._running))  # refused before it is used
-        return self._running[0]
+        self._has_gradients = True
+        if not self._is_refused:
+            try:
+                self._count_pass(self._running, self._weight_of(self._running))
+            except InputError as refusal:
+                self.refuse(refusal)
+
+    def _start_unmet(self) -> None:
+        """A backward pass that has met no mark."""
+        if self._open is not None:  # within forward(), as in a step that calls backward() itself
+            self._start(self._open)
+            return
+        if self._differentiated:
+            self._start(self._differentiated[0])
+            return
+        kept = self._latest is not None and self._latest.kept
+        self._start(Pass(0.0 if self._said is None else self._said, kept))
+        if self._said is None:
+            found = "a gradient of samples that no forward() of this model has counted"
+            expected = "a loss from what model(...) returned, or hook.set_weight(n) before backward()"
+            self.refuse(InputError("weighted_hook", "backward()", found, expected))
+
+    def refuse(self, refusal: InputError) -> None:
+        """The gradients so far must not be used."""
+        self._is_refused = True
+        self._refusal = self._refusal or refusal
+
+    def refused(self) -> InputError | None:
+        """What was refused of gradients that nothing reduces, once."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
     def _count_pass(self, running: list[Pass], weight: Any) -> None:
         if self._is_over:
@@ -199,8 +222,22 @@ class Passes:
         self.samples = self.samples + weight if known and self.samples is not None else None
 
     def reduced(self) -> tuple[Any, Any]:
-        """The gradients are complete: the rank's weight in W, and the weight that they are to be given."""
+        """The gradients are complete: the rank's weight in W, and the weight that they are to be given.
+
+        Raises InputError for gradients that must not be used.
+        """
         self.arrived()
+        try:
+            if (refusal := self.refused()) is not None:
+                raise refusal
+            return self._weigh_all()
+        except InputError:
+            self._is_refused, self.again = True, False
+            raise
+        finally:
+            self.forget()
+
+    def _weigh_all(self) -> tuple[Any, Any]:
         assert self._running is not None
         if all(one.kept for one in self._running):
             found = "a reduction within no_sync(), for a forward() before it without a backward()"
@@ -218,13 +255,13 @@ class Passes:
         self.again = all(one.reduced for one in self._running)
         for one in self._running:
             one.reduced = True
-        self.forget()
         self._weighs = total
         return total, unit
 
     def forget(self) -> None:
         """No pass is pending."""
         self._before, self._unit, self._left_over, self._is_over = [], None, False, True
+        self._refusal = None
         self._number += 1
 
     def _meet(self, begun: Pass) -> None:
@@ -236,12 +273,18 @@ class Passes:
 
     def _start(self, begun: Pass) -> None:
         self._running, self._task, self._has_gradients = [begun], torch._C._current_graph_task_id(), False
-        self._gathered = self.is_gathered()
+        self._gathered, self._is_refused = self.is_gathered(), False
         _engine.queue_callback(self._computed)
         if self._before and not self.managed:
             self._drop_kept()
-        if not self.managed and not self._sums:
-            return
+        if self.managed or self._sums:
+            try:
+                self._join_earlier(self._running)
+            except InputError as refusal:
+                self.refuse(refusal)
+
+    def _join_earlier(self, running: list[Pass]) -> None:
+        """The gradients to come are added to those of earlier passes."""
         if not self._before:
             self._left_over = any(bool(one.any()) for one in self._gradients())
             if not self._left_over or not self._sums:
@@ -250,7 +293,7 @@ class Passes:
             expected = "optimizer.zero_grad() before a round of several passes, or of a sum"
             raise InputError("weighted_hook", "gradients", "those of an earlier round", expected)
         if not self._sums:
-            self._change_unit(self._weight_of(self._running))
+            self._change_unit(self._weight_of(running))
 
     def _change_unit(self, weight: Any) -> None:
         """Gradients so far count in samples of the pass before; from now on in samples of this one."""
@@ -293,7 +336,8 @@ class Passes:
             if torch.is_grad_enabled():  # with create_graph
                 self._differentiated += running
             return
-        weighed, is_said = _as_weighed(running, self._weight_of(running)), self.is_said
+        weight = 0.0 if self._is_refused else self._weight_of(running)
+        weighed, is_said = _as_weighed(running, weight), self.is_said
         self._said, self._differentiated, self._met = None, [], running
         total = self._on_over(weighed)
         if total is not None and not is_said and not self._sums:

@@ -80,6 +80,7 @@ class WeightedHook(ABC):
         self._trained = None if sampler is None else TrainedRounds(sampler)
         self.on_ready.append(self._count_round)
         self._tables: set[tuple[int, Shape]] = set()  # see Shapes.fingerprint
+        self._refusal: InputError | None = None  # of this rank's gradient, until the round is over
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         watch()
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -210,7 +211,7 @@ class WeightedHook(ABC):
             return
         if self.waiting.is_timed:
             self.waiting.forward()
-        self.lockstep.compare()
+        self._compare_ranks()
 
         def weight() -> Any:
             return self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
@@ -285,8 +286,21 @@ class WeightedHook(ABC):
         refused = torch.tensor(float(found is not None), device=self.device)
         dist.all_reduce(refused, group=self.group)  # all raise, or the others would wait for the gradients
         if float(refused):
+            self._compare_ranks(now=True)  # what a rank has refused is left out of the samples
             found = found or "those of other ranks, which are not the sampler's"
             raise InputError("weighted_hook", "samples of the first round", found, expected)
+
+    def _compare_ranks(self, now: bool = False) -> None:
+        """As Lockstep's; on a rank that has refused its gradients, raise that."""
+        try:
+            self.lockstep.compare(now)
+        except InputError as other:
+            raise self._refused() or other from None
+
+    def _refused(self) -> InputError | None:
+        """What this rank has refused of the round, once."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
 
     def _unlike_first(self, own: Any, total: float) -> tuple[str | None, str]:
         """What this rank refuses of the first round, None for nothing; and what it expects."""

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_balance_jobs import EmulatedTimer
-from ddp_jobs import net, square
+from ddp_jobs import net, numbers, square
 from device import DEVICE
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import PypsError
@@ -136,3 +138,34 @@ def idle(group: dist.ProcessGroup) -> list[str]:
             training.sampler.set_epoch(epoch)
             training.run(balance.step)
     return [str(one.message) for one in seen if "Rebalancer" in str(one.message)]
+
+
+@in_new_pair
+def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool = False) -> str:
+    """What is said if rank 1 alone does wrong, in the last of some rounds."""
+    plain, wrong = net(), dist.get_rank(group) == 1
+    model: Any
+    if shards:
+        model = fully_shard(plain, mesh=DeviceMesh.from_group(group, DEVICE.type))
+    else:
+        model = DistributedDataParallel(plain, process_group=group)
+    hook = weighted_hook(model)
+    inputs, targets = numbers(0, 6)
+
+    def train() -> None:
+        for number in range(rounds):
+            model.zero_grad()
+            now = wrong and number == rounds - 1
+            if how == "two forwards":
+                rows = 4 if now else 6
+                (square(model, inputs, targets) + square(model, inputs[:rows], targets[:rows])).backward()
+            elif how == "no forward":
+                loss = square(model, inputs, targets)
+                (sum(p.square().sum() for p in model.parameters()) if now else loss).backward()
+            else:
+                for parameter in model.parameters() if now else ():
+                    parameter.grad = torch.ones_like(parameter)
+                for x, y in hook.accumulate((inputs, targets), 2):
+                    square(model, x, y).backward()
+
+    return said_by(train)

@@ -69,6 +69,28 @@ def test_a_call_on_one_rank_only(ranks: Ranks, call: str) -> None:
     assert f"{call}: ranks, on rank 1: found no call on ranks [0]; expected a call on all 2 ranks" in said
 
 
+@pytest.mark.parametrize(
+    ("how", "shards", "expected"),
+    [
+        ("two forwards", False, "found forward passes of 4 and 6 samples"),
+        ("two forwards", True, "found forward passes of 4 and 6 samples"),
+        ("no forward", False, "found a gradient of samples that no forward() of this model has counted"),
+        ("left over", False, "found those of an earlier round"),
+        ("left over", True, "found those of an earlier round"),
+    ],
+)
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_one_rank_refuses_all_do(
+    ranks: Ranks, how: str, shards: bool, expected: str, rounds: int
+) -> None:
+    """Or the others would wait for its gradients."""
+    if shards and DEVICE.type == "cuda":
+        pytest.skip("FSDP2 on a GPU needs NCCL")
+    other, own = pair(ranks, jobs.refused_alone, how, rounds, shards)
+    assert expected in own
+    assert "found gradients that rank 1 refused" in other
+
+
 def test_a_second_hook(ranks: Ranks) -> None:
     for said in pair(ranks, jobs.second_hook):
         assert "found one with a communication hook" in said
