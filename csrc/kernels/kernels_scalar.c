@@ -34,50 +34,50 @@ static inline float half_to_float(uint32_t half) {
 #define WIDTH 1
 #define VEC   float
 #define TARGET
-#define LOAD(p)               (*(p))
-#define STORE(p, x)           (*(p) = (x))
-#define STREAM                STORE
-#define STREAM_END()          (void)0
-#define SET(x)                (x)
-#define ADD(a, b)             ((a) + (b))
-#define SUB(a, b)             ((a) - (b))
-#define MUL(a, b)             ((a) * (b))
-#define DIV(a, b)             ((a) / (b))
-#define SQRT(a)               sqrtf(a)
-#define LOWER(a, b)           ((a) < (b) ? (a) : (b))
-#define UPPER(a, b)           ((a) > (b) ? (a) : (b))
-#define IVEC                  uint32_t
-#define ISET(x)               ((uint32_t)(x))
-#define LANES                 0u
-#define IAND(a, b)            ((a) & (b))
-#define IOR(a, b)             ((a) | (b))
-#define IXOR(a, b)            ((a) ^ (b))
-#define IADD(a, b)            ((a) + (b))
-#define ISUB(a, b)            ((a) - (b))
-#define IMAX(a, b)            ((a) > (b) ? (a) : (b))
-#define IMIN(a, b)            ((int32_t)(a) < (int32_t)(b) ? (a) : (b))
-#define UMIN(a, b)            ((a) < (b) ? (a) : (b))
-#define ISHL(a, n)            ((a) << (n))
-#define ISHR(a, n)            ((a) >> (n))
-#define ISAR(a, n)            ((uint32_t)((int32_t)(a) >> (n)))
-#define MULHILO(hi, lo, a, m) ((hi) = (uint32_t)((uint64_t)(a) * (m) >> 32), (lo) = (a) * (m))
-#define BITS(x)               bits_of(x)
-#define FROM_BITS(x)          float_of(x)
-#define ROUND(x)              ((uint32_t)(int32_t)lrintf(x))
-#define TO_FLOAT(x)           ((float)(int32_t)(x))
-#define FLOOR(x)              floorf(x)
-#define COUNT_GT(n, a, b)     ((n) + ((a) > (b)))
-#define LOOKUP(table, i)      ((table)[i])
-#define GET_BYTES(p)          ((uint32_t)*(p))
-#define PUT_BYTES(p, x)       (*(p) = (uint8_t)(x))
-#define GET_SHORTS(p)         ((uint32_t)(p)[0] | (uint32_t)(p)[1] << 8)
-#define PUT_SHORTS(p, x)      ((p)[0] = (uint8_t)(x), (p)[1] = (uint8_t)((x) >> 8))
-#define TO_HALF(x)            half_of(x)
-#define FROM_HALF(x)          half_to_float(x)
-#define NAME(x)               scalar_##x
-#define TABLE                 kernels_scalar
-#define TABLE_NAME            "scalar"
-#define TAIL(member, sound)   return sound
-#define LOOK_TAIL(member)     (void)0
+#define LOAD(p)                   (*(p))
+#define STORE(p, x)               (*(p) = (x))
+#define STREAM                    STORE
+#define STREAM_END()              (void)0
+#define SET(x)                    (x)
+#define ADD(a, b)                 ((a) + (b))
+#define SUB(a, b)                 ((a) - (b))
+#define MUL(a, b)                 ((a) * (b))
+#define DIV(a, b)                 ((a) / (b))
+#define SQRT(a)                   sqrtf(a)
+#define LOWER(a, b)               ((a) < (b) ? (a) : (b))
+#define UPPER(a, b)               ((a) > (b) ? (a) : (b))
+#define IVEC                      uint32_t
+#define ISET(x)                   ((uint32_t)(x))
+#define LANES                     0u
+#define IAND(a, b)                ((a) & (b))
+#define IOR(a, b)                 ((a) | (b))
+#define IXOR(a, b)                ((a) ^ (b))
+#define IADD(a, b)                ((a) + (b))
+#define ISUB(a, b)                ((a) - (b))
+#define IMAX(a, b)                ((a) > (b) ? (a) : (b))
+#define IMIN(a, b)                ((int32_t)(a) < (int32_t)(b) ? (a) : (b))
+#define UMIN(a, b)                ((a) < (b) ? (a) : (b))
+#define ISHL(a, n)                ((a) << (n))
+#define ISHR(a, n)                ((a) >> (n))
+#define ISAR(a, n)                ((uint32_t)((int32_t)(a) >> (n)))
+#define MULHILO(hi, lo, a, m)     ((hi) = (uint32_t)((uint64_t)(a) * (m) >> 32), (lo) = (a) * (m))
+#define BITS(x)                   bits_of(x)
+#define FROM_BITS(x)              float_of(x)
+#define ROUND(x)                  ((uint32_t)(int32_t)lrintf(x))
+#define TO_FLOAT(x)               ((float)(int32_t)(x))
+#define FLOOR(x)                  floorf(x)
+#define COUNT_GT(n, a, b)         ((n) + ((a) > (b)))
+#define LOOKUP(table, i)          ((table)[i])
+#define GET_BYTES(p)              ((uint32_t)*(p))
+#define PUT_BYTES(p, x)           (*(p) = (uint8_t)(x))
+#define GET_SHORTS(p)             ((uint32_t)(p)[0] | (uint32_t)(p)[1] << 8)
+#define PUT_SHORTS(p, x)          ((p)[0] = (uint8_t)(x), (p)[1] = (uint8_t)((x) >> 8))
+#define TO_HALF(x)                half_of(x)
+#define FROM_HALF(x)              half_to_float(x)
+#define NAME(x)                   scalar_##x
+#define TABLE                     kernels_scalar
+#define TABLE_NAME                "scalar"
+#define TAIL(member, done, sound) return sound
+#define LOOK_TAIL(member)         (void)0
 
 #include "kernels/kernels_template.h"

@@ -1,11 +1,11 @@
-/* kernels_tail.h: the rest of a step or of a look, from element i on, for the scalar kernel. */
-#define TAIL(member, sound)                                                                                  \
+/* kernels_tail.h: the rest of a step from element `done` on, or of a look from i on, for the scalar kernel. */
+#define TAIL(member, done, sound)                                                                            \
     do {                                                                                                     \
         struct step rest = *s;                                                                               \
-        rest.gradient += i, rest.length -= i;                                                                \
-        if (rest.copy) rest.copy += i;                                                                       \
+        rest.gradient += (done), rest.length -= (done);                                                      \
+        if (rest.copy) rest.copy += (done);                                                                  \
         for (int t = 0; t < 1 + MAX_STATES; t++)                                                             \
-            if (rest.new[t]) rest.new[t] += i, rest.old[t] += i;                                             \
+            if (rest.new[t]) rest.new[t] += (done), rest.old[t] += (done);                                   \
         return (!rest.length || kernels_scalar.member(&rest, k)) && (sound);                                 \
     } while (0)
 

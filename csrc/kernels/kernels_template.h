@@ -40,7 +40,6 @@ INLINE VEC NAME(clamped)(const float *g, const struct NAME(filter) * f) {
 
 /* the same + decay * x. `odd` stays 0 while all gradients are finite: g - g is 0, or NaN. */
 INLINE VEC NAME(gradient)(const float *g, VEC x, const struct NAME(filter) * f, VEC *odd, bool decays) {
-    PREFETCH(g);
     *odd = ADD(*odd, SUB(LOAD(g), LOAD(g)));
     VEC d = NAME(clamped)(g, f);
     return decays ? ADD(d, MUL(f->decay, x)) : d;
@@ -71,19 +70,33 @@ INLINE void NAME(put_ahead)(const struct step *s, size_t i, VEC x, VEC way) {
     const struct step run_ = *(step), *s = &run_;                                                            \
     const struct NAME(filter) f = NAME(filter_of)(k->scale, k->clip, k->weight_decay)
 
-/* p - lr * d */
-TARGET static bool NAME(sgd)(const struct step *step, const struct step_constants *constants) {
+enum {
+    NAME(line) = WIDTH == 1 ? 1 : 16,
+    LONG_RUN = 8192
+}; /* floats: of a cache line; of a run with many lines */
+
+/* p - lr * d, from `places` places in turn, a line at each. */
+INLINE bool NAME(sgd_loop)(const struct step *step, const struct step_constants *constants, size_t places) {
     COPIES(step, constants);
     VEC odd = SET(0.0f);
     const VEC lr = SET(k->lr);
     const float *p = s->old[0], *g = s->gradient;
-    size_t i = 0;
-    for (; i + WIDTH <= s->length; i += WIDTH) {
-        PREFETCH(p + i);
-        VEC x = LOAD(p + i);
-        NAME(put)(s, i, SUB(x, MUL(lr, NAME(gradient)(g + i, x, &f, &odd, true))));
-    }
-    TAIL(update[PYPS_SGD], NAME(none)(odd));
+    const size_t part = s->length / (places * NAME(line)) * NAME(line), end = places * part;
+    for (size_t at = 0; at < part; at += NAME(line))
+        for (size_t line = at; line < end; line += part)
+            for (size_t i = line; i < line + NAME(line); i += WIDTH) {
+                if (places == 1) PREFETCH(p + i), PREFETCH(g + i);
+                VEC x = LOAD(p + i);
+                NAME(put)(s, i, SUB(x, MUL(lr, NAME(gradient)(g + i, x, &f, &odd, true))));
+            }
+    TAIL(update[PYPS_SGD], end, NAME(none)(odd));
+}
+
+/* With so little to compute memory sets the pace, and four places keep it busier than one. They are no gain where there
+ * are states too, which are further streams. */
+TARGET static bool NAME(sgd)(const struct step *step, const struct step_constants *constants) {
+    bool alone = WIDTH == 1 || step->length < LONG_RUN;
+    return alone ? NAME(sgd_loop)(step, constants, 1) : NAME(sgd_loop)(step, constants, 4);
 }
 
 /* carried * m + direct * g */
@@ -107,15 +120,15 @@ TARGET static bool NAME(momentum)(const struct step *step, const struct step_con
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
+        PREFETCH(g + i), PREFETCH(m + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, true);
-        PREFETCH(m + i);
         VEC v = ADD(MUL(mu, LOAD(m + i)), MUL(gain, d));
         STORE(n + i, v);
         x = SUB(x, MUL(lr, NAME(way)(d, v, k)));
         if (k->ahead.carried == 0.0f) NAME(put)(s, i, x);
         else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, &f)));
     }
-    TAIL(update[PYPS_MOMENTUM], NAME(none)(odd));
+    TAIL(update[PYPS_MOMENTUM], i, NAME(none)(odd));
 }
 
 /* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
@@ -133,8 +146,8 @@ INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
+        PREFETCH(g + i), PREFETCH(m + i), PREFETCH(v + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, !plain), m1 = LOAD(m + i);
-        PREFETCH(m + i), PREFETCH(v + i);
         VEC c = plain || k->calm == 0.0f ? d : ADD(d, MUL(calm, SUB(MUL(mean, m1), d)));
         m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
         VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(c, c)));
@@ -149,7 +162,7 @@ INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants
         VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, &f));
         NAME(put_ahead)(s, i, x, DIV(on, ADD(v_root, SET(k->ahead.eps))));
     }
-    TAIL(update[PYPS_ADAM], NAME(none)(odd));
+    TAIL(update[PYPS_ADAM], i, NAME(none)(odd));
 }
 
 TARGET static bool NAME(adam)(const struct step *step, const struct step_constants *constants) {
@@ -169,13 +182,13 @@ TARGET static bool NAME(adagrad)(const struct step *step, const struct step_cons
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
         PREFETCH(p + i);
+        PREFETCH(g + i), PREFETCH(sum + i);
         VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, true);
-        PREFETCH(sum + i);
         VEC s1 = ADD(LOAD(sum + i), MUL(part, MUL(d, d)));
         STORE(sums + i, s1);
         NAME(put)(s, i, SUB(x, DIV(MUL(lr, d), ADD(SQRT(s1), eps))));
     }
-    TAIL(update[PYPS_ADAGRAD], NAME(none)(odd));
+    TAIL(update[PYPS_ADAGRAD], i, NAME(none)(odd));
 }
 
 INLINE void NAME(place)(const struct look *l, size_t i, VEC x) {
