@@ -124,7 +124,9 @@ struct member {
     int32_t rank;
     uint32_t pid;
     uint64_t clock, pulled_version;
-    uint64_t ticket; /* that its last gradient went into; 0: none yet, or the step was skipped */
+    uint64_t ticket;        /* that its last gradient went into; 0: none yet, or the step was skipped */
+    uint64_t round_samples; /* of a round: of all gradients in it, and how many these were */
+    uint64_t round_sources;
     uint64_t claim_first;
     uint64_t claim_since;   /* when it was claimed */
     uint64_t last_event_at; /* its last event that changed the view */

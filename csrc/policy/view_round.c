@@ -250,7 +250,10 @@ static void close_round(struct view *v) {
         const struct source *from = &view_pending(v)[k];
         struct member *m = view_member(v, from->slot);
         m->staged &= ~(1u << from->staging);
-        if (from->samples) m->ticket = m->staging_ticket[from->staging] = v->round_ticket;
+        if (from->samples) {
+            m->ticket = m->staging_ticket[from->staging] = v->round_ticket;
+            m->round_samples = v->round_samples, m->round_sources = v->round_sources;
+        }
         commit_residual(v, from->slot);
     }
     v->staged = 0;

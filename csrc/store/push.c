@@ -163,13 +163,14 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     uint64_t word, ticket = 0;
     const struct view *v = view_pin(s, &word);
     if (!v) return PYPS_ECORRUPT;
-    ticket = *(const volatile uint64_t *)&pinned_member(s, v, s->slot)->ticket;
-    uint64_t version = v->version;
+    const volatile struct member *m = pinned_member(s, v, s->slot);
+    ticket = m->ticket;
+    uint64_t version = v->version, sources = m->round_sources, samples = m->round_samples;
     view_unpin(s);
     if (ticket > version) return fail(PYPS_ECORRUPT, "ticket %lu: not admitted yet", ticket);
     out->version = s->stream_ticket = ticket;
+    if (ticket) out->sources = (uint32_t)sources, out->samples = samples;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {
-        out->sources = s->source_count, out->samples = s->ticket.samples;
         uint32_t part = 0, parts = s->source_count;
         for (uint32_t i = 0; i < parts; i++)
             if (s->sources[i].slot == s->slot) part = i;

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from policy_drive import SECOND, Drive, orders, partition
 
+from pyps.errors import TimedOut
 from pyps.native.decisions import EventKind
 from pyps.native.status import MemberState
 from pyps.native.values import Hyper
@@ -163,6 +164,32 @@ def test_a_store_closes_its_round_without_the_late_worker_and_merges_it_later(sh
         assert push(second, -5.0) == 3
         np.testing.assert_array_equal(first.pull()[0][:4], 1.0 + 3.0 + 5.0)
         assert first.status().samples_assigned == 6
+
+
+def test_a_push_that_wakes_after_the_next_round_reports_its_own(shm: Path) -> None:
+    sgd, w = Hyper(lr=1.0), {"w": np.zeros(4)}
+    with (
+        Store.create("late", w, batches=[2, 2, 3], policy=Quorum(k=1, grace=0.0), samples=14) as first,
+        Store.open("late") as second,
+        Store.open("late") as third,
+    ):
+        for rank, store in enumerate((first, second, third)):
+            store.join(rank)
+        for store in (first, second, third):
+            store.start()
+        asleep = first.stage()
+        with pytest.raises(TimedOut):
+            first.push(asleep, 2, sgd, timeout=0.0)
+        assert second.push(second.stage(), 2, sgd).sources == 2
+        second.start()
+        late = third.stage()
+        with pytest.raises(TimedOut):
+            third.push(late, 3, sgd, timeout=0.0)
+        assert second.push(second.stage(), 2, sgd).version == 2
+        woken = first.push(asleep, 2, sgd)
+        assert (woken.version, woken.sources, woken.samples) == (1, 2, 4)
+        found = third.push(late, 3, sgd)
+        assert (found.version, found.sources, found.samples) == (2, 2, 5)
 
 
 @pytest.mark.parametrize(("policy", "seconds"), [("bsp", 100.0), ("quorum:k=1,grace=0.1", 52.5)])
