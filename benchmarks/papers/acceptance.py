@@ -44,7 +44,7 @@ BOTH_FEWER = replace(BACKUP_FEWER, title="backup, k and global batch tuned, plan
 QUORUMS = tuple(count.replace("backup", "quorum") for count in COUNTS)
 QUORUM = Competitor("quorum, k tuned, planned batches", QUORUMS, planned=True, ends=QUORUMS[:1])
 QUORUM_FEWER = replace(QUORUM, title="quorum, k and global batch tuned, planned batches", shares=SHARES)
-BOUNDS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55)
+BOUNDS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 SSP = Competitor("SSP", tuple(f"ssp:bound={bound}" for bound in BOUNDS), ends=("ssp:bound=0",))
 SLACKS = tuple(f"r2sp:slack={slack}" for slack in ("0.8", "1.0", "1.2", "1.5", "0"))  # 0: no gaps
 RING = Competitor("R2SP", SLACKS, planned=True, ends=SLACKS[-1:])

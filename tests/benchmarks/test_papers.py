@@ -105,8 +105,8 @@ def test_an_end_of_what_was_tried_is_the_policys_own_or_counts_as_missed() -> No
     assert [backup.place(f"backup:k={k}", 8) for k in (1, 2, 6, 7)] == [
         *("natural end", "inside", "inside", "natural end")
     ]
-    assert [ssp.place(f"ssp:bound={b}", 8) for b in (0, 1, 55)] == ["natural end", "inside", "edge"]
-    assert ssp.place("ssp:bound=55", 56) == "edge", "only a k ends with the workers"
+    assert [ssp.place(f"ssp:bound={b}", 8) for b in (0, 1, 233)] == ["natural end", "inside", "edge"]
+    assert ssp.place("ssp:bound=233", 234) == "edge", "only a k ends with the workers"
     shares = acceptance.FEWER.rungs("bsp")
     assert [acceptance.FEWER.place(shares[k], 8) for k in (0, 1, -1)] == ["edge", "inside", "edge"]
     assert tuning.Competitor("one", ("asp",)).place("asp", 8) == "inside"
