@@ -8,13 +8,15 @@ The hook multiplies each bucket by w_i / W and sums. It counts w_i from the batc
 from (passes.py) and sums W over the ranks together with the first bucket, so both are right in the epoch's
 last round, after a new plan and after ranks have come or gone. With NCCL a stream of its own waits for W: no
 longer than the sum of the bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W
-of the round before, and corrected when the new W has arrived and differs. On a CPU W travels at the end of
-the first bucket, in the same message: another one would take as long as a small model's bucket.
+of the round before, and corrected when the new W has arrived and differs. On a CPU W travels behind the
+first bucket, in the same message: another one would take as long as a small model's bucket. There DDP
+gets its answers at once, and the end of the backward pass waits for all buckets: what follows a future would
+run in gloo's threads, and take the interpreter from the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -31,8 +33,9 @@ from pyps.torch.exchange import quantized_sum
 from pyps.torch.gathered import is_gathered
 from pyps.torch.lockstep import REFUSED
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.passes import Pass, Passes
+from pyps.torch.passes import Passes
 from pyps.torch.peers import own_copies
+from pyps.torch.residuals import Regrouped, Residuals
 from pyps.torch.rounds import Rounds
 from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
 from pyps.torch.weighting import as_float64, not_zero, rows_of
@@ -45,6 +48,7 @@ Wire = Literal["same", "bf16", "f16", "int8", "int4"]
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 QUANTIZED = {"int8": INT8, "int4": INT4}
 Reduced = Future[torch.Tensor]
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 @dataclass
@@ -88,8 +92,9 @@ class DDPHook(WeightedHook):
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
-        self._message = torch.empty(0)  # of the first bucket; DDP copies what it takes from it
-        self._total_future: Reduced | None = None  # done when `_total` holds the sum over ranks
+        self._message = torch.empty(0)  # the first bucket, and W behind it
+        self._on_the_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # a CPU's: work, message, bucket
+        self._total_work: Any = None  # after which `_total` is the sum over ranks
         self._assumed: Any = 1.0  # W, until it is known; a number or on the gradients' device
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
         self._stream: Any = None  # on CUDA: the stream of what waits for W
@@ -146,8 +151,8 @@ class DDPHook(WeightedHook):
             self._squares += self._square_of(bucket)
         elements, ranks = buffer.numel(), self._ranks
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
-        if bucket.index() == 0 and self._joins_weights(buffer):
-            return self._reduce_with_weights(buffer)
+        if buffer.device.type == "cpu" and (self.wire not in QUANTIZED or ranks == 1):
+            return self._reduce_on_cpu(buffer, bucket.index() == 0, bucket.is_last())
         if self.wire not in QUANTIZED or ranks == 1:
             with self._on_own_stream(buffer.device) if self._on_nccl else nullcontext():
                 if bucket.index() == 0:
@@ -197,7 +202,7 @@ class DDPHook(WeightedHook):
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def _pass_over(self, weighed: Pass) -> torch.Tensor | None:
+    def _pass_over(self) -> torch.Tensor | None:
         """A backward pass is over: W. Raises InputError if its gradients are this rank's own, unreduced."""
         if self._is_reduced:
             self._is_reduced = False
@@ -207,9 +212,8 @@ class DDPHook(WeightedHook):
             if self.lockstep.is_due():
                 self.lockstep.compare(now=True)
             return self._total
-        kept = weighed.kept and weighed.counted < 0  # else what follows reduces nothing
-        if kept or not self._ddp.require_backward_grad_sync:
-            self.passes.keep(weighed)
+        if self.passes.is_kept or not self._ddp.require_backward_grad_sync:
+            self.passes.keep()
             return None
         if (refusal := self.passes.refused()) is not None:
             raise refusal
@@ -233,12 +237,12 @@ class DDPHook(WeightedHook):
         total = message[0]
         if before is None or wait:
             work.wait()
-            self._total_future = None
+            self._total_work = None
             if before is None:
                 self._check_first(own, float(total))
             self._assumed = not_zero(total)
         else:
-            self._total_future = work.get_future()
+            self._total_work = work
             self._assumed = not_zero(before)
         self._total = total
         means = self.reduction == "mean"
@@ -260,52 +264,91 @@ class DDPHook(WeightedHook):
         return own, unit, self.lockstep.row(device, added, fingerprint)
 
     def _joins_weights(self, buffer: torch.Tensor) -> bool:
-        """Whether W is summed at the end of this first bucket: where that holds whole numbers, but for the
-        first round, whose W is checked before it is used.
+        """Whether W is summed behind the end of this first bucket: where that has whole numbers and a storage
+        of its own, but for the first round, whose W is checked before it is used.
         """
         is_wide = buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu"
-        is_dense = buffer.layout == torch.strided  # Embedding(sparse=True) has none
-        return is_wide and is_dense and self.wire == "same" and self._total is not None
+        if not is_wide or self.wire != "same" or self._total is None:
+            return False
+        return (
+            buffer.layout == torch.strided and not buffer.storage_offset()
+        )  # Embedding(sparse=True) has none
 
-    def _reduce_with_weights(self, buffer: torch.Tensor) -> Reduced:
-        """The first bucket's sum, with W and what the ranks compare in the same message."""
+    def _reduce_on_cpu(self, buffer: torch.Tensor, first: bool, last: bool) -> Reduced:
+        """Send a bucket; it holds the sum by the time that DDP takes that."""
+        if first:
+            self._on_the_way.clear()  # else of a backward pass that failed
+        if first and self._joins_weights(buffer):
+            message = self._with_weights(buffer)
+        else:
+            if first:
+                self._sum_weights(buffer.device, wait=False)
+            half = HALVES.get(self.wire)
+            message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
+        self._count_sent(message)
+        work = self.group.allreduce([message])  # without what torch logs, and looks up, around it
+        self._on_the_way.append((work, message, buffer))
+        if last and torch._C._current_graph_task_id() != -1 and not self._ddp.static_graph:
+            _engine.queue_callback(self._receive)  # before DDP's own, which it queues after this
+        elif last:  # no backward pass in DDP's join(); a static graph's first buckets are taken at once
+            self._receive()
+        done: Reduced = Future()
+        done.set_result(buffer)
+        return done
+
+    def _receive(self) -> None:
+        """All buckets are on their way: wait for them, and correct them if W is not what was assumed."""
+        if self._total_work is not None:
+            self._total_work.wait()
+        for work, _, _ in self._on_the_way:
+            work.wait()  # raises the reduction's error: a lost peer must not pass for a sum
+        assert self._total is not None
+        self._total = self._total.to(torch.float64, copy=True)  # the message is used again
+        factor = float(self._assumed) / (float(self._total) or 1.0)
+        for _, message, buffer in self._on_the_way:
+            if message.dtype != buffer.dtype:
+                buffer.copy_(message)
+            if factor != 1:
+                buffer.mul_(factor)
+        self._on_the_way.clear()
+
+    def _with_weights(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The first bucket, scaled, with W and what the ranks compare behind its end."""
         assert self._total is not None
         own, unit, row = self._begin_sum(buffer.device)
-        elements, assumed = buffer.numel(), float(self._total) or 1.0
-        self._assumed, self._scale = assumed, (float(unit) if self.reduction == "mean" else 1.0) / assumed
-        whole = self._message
-        if whole.dtype != buffer.dtype or whole.numel() != elements + 1 + row.numel():
-            whole = self._message = buffer.new_empty(elements + 1 + row.numel())
-        values, tail = whole[:elements], whole[elements:]
-        if self._scale:
-            torch.mul(buffer, self._scale, out=values)
-        else:
-            values.zero_()
-        tail[0], tail[1:] = float(own), row
-        self.lockstep.sent(tail[1:])
-        self._count_sent(whole)
-        done = dist.all_reduce(whole, group=self.group, async_op=True).get_future()
+        self._assumed = float(self._total) or 1.0
+        self._scale = (float(unit) if self.reduction == "mean" else 1.0) / self._assumed
+        message = self._extended(buffer, 1 + row.numel())
+        self._scaled(buffer)
+        total, table = torch.split(message[buffer.numel() :], [1, row.numel()])
+        total.fill_(float(own))
+        table.copy_(row)
+        self.lockstep.sent(table)
+        self._total, self._total_work = total[0], None
+        return message
 
-        def finish(_: object) -> torch.Tensor:
-            done.value()
-            self._total = tail[0].to(torch.float64, copy=True)
-            if (total := float(self._total) or 1.0) != assumed:
-                values.mul_(assumed / total)
-            return values
-
-        self._total_future = done.then(finish)
-        return self._total_future
+    def _extended(self, buffer: torch.Tensor, more: int) -> torch.Tensor:
+        """A bucket and `more` values behind it, in its own storage; DDP's views stay what they are."""
+        size = buffer.numel() + more
+        if self._message.data_ptr() != buffer.data_ptr() or self._message.numel() != size:
+            storage = buffer.untyped_storage()
+            if storage.nbytes() < size * buffer.element_size():
+                storage.resize_(size * buffer.element_size())
+            self._message = buffer.new_empty(0).set_(storage, 0, (size,), (1,))
+        return self._message
 
     def _count_sent(self, message: torch.Tensor) -> None:
         ranks = self._ranks
         self.gradient_bytes.sent += 2 * message.numel() * message.element_size() * (ranks - 1) // ranks
 
     def _reduce_plain(self, buffer: torch.Tensor) -> Reduced:
+        """On a GPU."""
         half = HALVES.get(self.wire)
         message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
         self._count_sent(message)
         done = dist.all_reduce(message, group=self.group, async_op=True).get_future()
-        assumed, total_future = self._assumed, self._total_future
+        assumed = self._assumed
+        total_future = None if self._total_work is None else self._total_work.get_future()
 
         def finish(_: object) -> torch.Tensor:
             done.value()  # raises the reduction's error: a lost peer must not pass for a sum
@@ -313,15 +356,11 @@ class DDPHook(WeightedHook):
                 buffer.copy_(message)
             if total_future is not None and self._total is not None:
                 total_future.wait()
-                _correct(buffer, assumed, self._total)
+                multiply(buffer, {}, assumed / not_zero(self._total))
             return buffer
 
-        futures: Any = [total_future, done]
-        # On CUDA what follows a future that knows its device has a stream of its own, and the backward pass
-        # goes on; that of collect_all() knows none. Gloo's threads would wait in `finish`.
-        known = total_future is None or total_future.done()
-        last = done if known or buffer.device.type == "cuda" else torch.futures.collect_all(futures)
-        result: Reduced = last.then(finish)
+        # What follows a future that knows its device has a stream of its own, and the backward pass goes on.
+        result: Reduced = done.then(finish)
         return result
 
     def _scaled(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -382,112 +421,3 @@ def multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exa
     torch._foreach_mul_([wide], factors[wide.dtype])  # a vector at a time; mul_() goes value by value
     if wide is not buffer:
         buffer.copy_(wide)
-
-
-def _correct(buffer: torch.Tensor, assumed: Any, total: torch.Tensor) -> None:
-    """Multiply a sum that was scaled with another W; mostly the ratio is 1."""
-    if buffer.device.type != "cpu":
-        multiply(buffer, {}, assumed / not_zero(total))
-    elif (factor := float(assumed) / (float(total) or 1.0)) != 1.0:
-        buffer.mul_(factor)
-
-
-class Residuals:
-    """Rounding errors of gradients that are still to be sent: fp32, one flat vector a bucket, zero at first.
-
-    DDP cuts parameters into other buckets after the first step. A residual belongs to its parameter: a new
-    bucket's vector is put together from theirs. sizes: elements of each parameter, by name.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        parameters = dict(named)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self.sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        self._flat: dict[tuple[str, ...], torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
-
-    @property
-    def buckets(self) -> list[tuple[str, ...]]:
-        """The parameters of each bucket in use, by name."""
-        return list(self._flat)
-
-    def names_of(self, parameters: Sequence[torch.Tensor]) -> tuple[str, ...]:
-        return tuple(self._names[id(parameter)] for parameter in parameters)
-
-    def of(self, names: tuple[str, ...], buffer: torch.Tensor) -> torch.Tensor:
-        """The residual of a bucket, float32 [its elements], on its device; written to in place."""
-        flat = self._flat.get(names)
-        if flat is not None and flat.device == buffer.device:
-            return flat
-        flat = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
-        offset = 0
-        for name in names:
-            view = flat[offset : offset + self.sizes[name]]
-            if (old := self._views.get(name)) is not None:
-                view.copy_(old)
-            self._views[name] = view
-            offset += self.sizes[name]
-        self._flat = {key: kept for key, kept in self._flat.items() if not set(key) & set(names)}
-        self._flat[names] = flat
-        return flat
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy by parameter name, float32 [numel]; only of those that were reduced at least once."""
-        return {name: view.clone() for name, view in self._views.items()}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take a copy of a state; parameters that it does not name get zero.
-
-        Raises InputError for a wrong size.
-        """
-        for name, values in state.items():
-            if self.sizes.get(name) != values.numel():
-                expected = f"{self.sizes.get(name)} values"
-                raise InputError("hook state", f"residuals[{name!r}]", f"{values.numel()} values", expected)
-        self._flat, self._views = {}, {name: values.clone() for name, values in state.items()}
-
-
-Names = tuple[str, ...]
-Exchange = Callable[[Names, torch.Tensor], None]  # sums a bucket of these parameters over the ranks, in place
-
-
-class Regrouped:
-    """The first step of a run that goes on, reduced in the buckets of the process before.
-
-    DDP cuts other buckets in its first step than later, and int8 and int4 scale blocks of a bucket: the step
-    would be rounded otherwise than in a run that did not stop. So its buckets are collected first.
-
-    layout: the parameters of each bucket before, by name. sizes: elements of each parameter. exchange: what
-    is done with each bucket.
-    """
-
-    def __init__(self, layout: Sequence[Names], sizes: Mapping[str, int], exchange: Exchange) -> None:
-        self._layout, self._sizes, self._exchange = list(layout), sizes, exchange
-        self._waiting: list[tuple[Names, torch.Tensor, Future[torch.Tensor]]] = []
-
-    def add(self, names: Names, buffer: torch.Tensor, done: Future[torch.Tensor]) -> None:
-        """A bucket that is there; `done` gets its sum in flush()."""
-        self._waiting.append((names, buffer, done))
-
-    def flush(self) -> None:
-        """Reduce the remaining buckets in last step's order; if their parameters changed, as they arrived."""
-        parts: dict[str, torch.Tensor] = {}
-        for names, buffer, _ in self._waiting:
-            parts |= self._parts(names, buffer)
-        if sorted(parts) == sorted(name for names in self._layout for name in names):
-            for names in self._layout:
-                whole = torch.cat([parts[name] for name in names])
-                self._exchange(names, whole)
-                for name, total in self._parts(names, whole).items():
-                    parts[name].copy_(total)
-        else:
-            for names, buffer, _ in self._waiting:
-                self._exchange(names, buffer)
-        for _, buffer, done in self._waiting:
-            done.set_result(buffer)
-        self._waiting.clear()
-
-    def _parts(self, names: Names, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a bucket, by parameter."""
-        sizes = [self._sizes[name] for name in names]
-        return dict(zip(names, torch.split(whole, sizes), strict=True))

@@ -25,7 +25,7 @@ from pyps.torch.fsdp_shards import ShardedModules
 from pyps.torch.gathered import is_gathered
 from pyps.torch.lockstep import REFUSED
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.torch.passes import Pass, Passes
+from pyps.torch.passes import Passes
 from pyps.torch.peers import own_copies
 from pyps.torch.rounds import Rounds
 from pyps.torch.shapes import Shapes
@@ -275,12 +275,12 @@ class FSDPHook(WeightedHook):
         else:
             self.waiting.ready()
 
-    def _pass_over(self, weighed: Pass) -> torch.Tensor | None:
+    def _pass_over(self) -> torch.Tensor | None:
         """So are these: W, of what is reduced in one pass."""
         self.waiting.over()
         is_reduced, self._factor = self._factor is not None, None
         if not is_reduced:
-            self.passes.keep(weighed)
+            self.passes.keep()
         elif self._round is None or self._round.last:
             if self._round is not None and not self._round.whole and not self.passes.again:
                 self._correct()

@@ -72,7 +72,7 @@ class Passes:
         sums: bool,
         gradients: Callable[[], list[torch.Tensor]],
         on_computed: Callable[[], None],
-        on_over: Callable[[Pass], torch.Tensor | None],
+        on_over: Callable[[], torch.Tensor | None],
     ) -> None:
         self.is_gathered: Callable[[], bool] = lambda: False  # whether the running one's loss is all ranks'
         self._gathered = False  # the same, when it met its first pass
@@ -94,6 +94,7 @@ class Passes:
         self._number = 0  # of the round
         self.again = False  # whether what was reduced last are gradients of passes that were reduced before
         self._met: list[Pass] = []  # by the backward pass that was over last
+        self._met_weight: Any = 0.0  # of that
         self._last_kept: tuple[torch.Tensor, int] | None = None  # a gradient, and its version then
         self._refusal: InputError | None = None  # of the gradients so far
         self._is_refused = False  # whether the running backward pass is
@@ -308,6 +309,13 @@ class Passes:
         """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
         if self._said is not None:
             return self._said
+        if (
+            len(passes) == 1
+            and not self._differentiated
+            and not self._gathered
+            and passes[0].weight is not None
+        ):
+            return passes[0].weight
         if self._gathered:
             expected = "hook.set_weight(1) before backward(): it is the same on each rank"
             raise InputError("weighted_hook", "backward()", "a loss over the outputs of all ranks", expected)
@@ -336,10 +344,10 @@ class Passes:
             if torch.is_grad_enabled():  # with create_graph
                 self._differentiated += running
             return
-        weight = 0.0 if self._is_refused else self._weight_of(running)
-        weighed, is_said = _as_weighed(running, weight), self.is_said
+        self._met_weight = 0.0 if self._is_refused else self._weight_of(running)
+        is_said = self.is_said
         self._said, self._differentiated, self._met = None, [], running
-        total = self._on_over(weighed)
+        total = self._on_over()
         if total is not None and not is_said and not self._sums:
             self._compare_models(total)
 
@@ -356,8 +364,14 @@ class Passes:
                 raise InputError("weighted_hook", "backward()", found, expected)
         Passes._models[1].append((own, total))
 
-    def keep(self, weighed: Pass) -> None:
-        """A pass whose gradients are not reduced yet. A second backward pass through it adds no samples."""
+    @property
+    def is_kept(self) -> bool:
+        """Whether the backward pass that is over keeps its gradients, as its forward() said."""
+        return self._met[0].kept and min(one.counted for one in self._met) < 0  # else nothing follows
+
+    def keep(self) -> None:
+        """Its gradients are not reduced yet. A second backward pass through it adds no samples."""
+        weighed = _as_weighed(self._met, self._met_weight)
         if weighed.counted < self._number:
             self._before.append(weighed)
         self._unit = unit_of(weighed.weight)

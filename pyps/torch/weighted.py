@@ -86,7 +86,7 @@ class WeightedHook(ABC):
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, with_kwargs=True)
         for part in _parts(getattr(model, "module", model)):
-            if part is not model:
+            if part is not model and any(True for _ in part.parameters()):
                 part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
         _hooked.add(model)
 
@@ -240,7 +240,7 @@ class WeightedHook(ABC):
 
     def _after_part(self, args: Any, kwargs: Any, output: Any) -> None:
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
-        if torch.compiler.is_compiling() or self.passes.within:
+        if self.passes.within or torch.compiler.is_compiling():
             return
         if not _suspended and torch.is_grad_enabled():
             inputs = None if self._count else (args, kwargs)
