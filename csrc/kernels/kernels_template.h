@@ -100,14 +100,18 @@ TARGET static bool NAME(sgd)(const struct step *step, const struct step_constant
 }
 
 /* carried * m + direct * g */
-INLINE VEC NAME(onward)(const struct ahead *a, VEC m, VEC g) {
-    return ADD(MUL(SET(a->carried), m), MUL(SET(a->direct), g));
+INLINE VEC NAME(onward)(float carried, VEC m, float direct, VEC g) {
+    return ADD(MUL(SET(carried), m), MUL(SET(direct), g));
+}
+
+/* Whether the way is the momentum itself. */
+INLINE bool NAME(is_momentum)(const struct step_constants *k) {
+    return k->direct == 0.0f && k->carried == 1.0f;
 }
 
 /* direct * d + carried * m, where it is not just m */
 INLINE VEC NAME(way)(VEC d, VEC m, const struct step_constants *k) {
-    if (k->direct == 0.0f && k->carried == 1.0f) return m;
-    return ADD(MUL(SET(k->direct), d), MUL(SET(k->carried), m));
+    return NAME(is_momentum)(k) ? m : NAME(onward)(k->carried, m, k->direct, d);
 }
 
 /* m' = momentum * m + gain * d; p - lr * (direct * d + carried * m') */
@@ -126,18 +130,23 @@ TARGET static bool NAME(momentum)(const struct step *step, const struct step_con
         STORE(n + i, v);
         x = SUB(x, MUL(lr, NAME(way)(d, v, k)));
         if (k->ahead.carried == 0.0f) NAME(put)(s, i, x);
-        else NAME(put_ahead)(s, i, x, NAME(onward)(&k->ahead, v, NAME(clamped)(g + i, &f)));
+        else
+            NAME(put_ahead)(s, i, x,
+                            NAME(onward)(k->ahead.carried, v, k->ahead.direct, NAME(clamped)(g + i, &f)));
     }
     TAIL(update[PYPS_MOMENTUM], i, NAME(none)(odd));
 }
 
+/* Kinds of a step of Adam. The compiler makes a loop of its own for each, whose constants fit the registers. The first
+ * two are of a gradient to which no decay is added, and without look-ahead. */
+enum { NAME(adam_whole), NAME(adam_part), NAME(adam_any) };
+
 /* Adam and AdamW: m' = m + (1-b1)(d - m); v' = b2 v + (1-b2) c c, c = d + calm (mean m - d);
- * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps).
- * `plain`: a whole step without look-ahead, of a gradient to which no decay is added. The compiler makes a loop of its
- * own for it, whose constants fit the registers. */
-INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants *constants, bool plain) {
+ * p shrink - lr/c1 * (direct d + carried m') / (sqrt(v')/sqrt(c2) + eps). */
+INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants *constants, int kind) {
     COPIES(step, constants);
     VEC odd = SET(0.0f);
+    const bool whole = kind == NAME(adam_whole), part = kind == NAME(adam_part);
     const VEC lr = SET(k->lr), shrink = SET(k->shrink), eps = SET(k->eps), root = SET(k->root_correction);
     const VEC one_minus_beta1 = SET(k->one_minus_beta1), beta2 = SET(k->beta2);
     const VEC one_minus_beta2 = SET(k->one_minus_beta2), mean = SET(k->mean), calm = SET(k->calm);
@@ -145,21 +154,22 @@ INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants
     float *mm = s->new[1], *vv = s->new[2];
     size_t i = 0;
     for (; i + WIDTH <= s->length; i += WIDTH) {
-        PREFETCH(p + i);
-        PREFETCH(g + i), PREFETCH(m + i), PREFETCH(v + i);
-        VEC x = LOAD(p + i), d = NAME(gradient)(g + i, x, &f, &odd, !plain), m1 = LOAD(m + i);
-        VEC c = plain || k->calm == 0.0f ? d : ADD(d, MUL(calm, SUB(MUL(mean, m1), d)));
+        PREFETCH(p + i), PREFETCH(g + i), PREFETCH(m + i), PREFETCH(v + i);
+        VEC x = LOAD(p + i), m1 = LOAD(m + i);
+        VEC d = NAME(gradient)(g + i, x, &f, &odd, kind == NAME(adam_any));
+        VEC c = whole || (!part && k->calm == 0.0f) ? d : ADD(d, MUL(calm, SUB(MUL(mean, m1), d)));
         m1 = ADD(m1, MUL(one_minus_beta1, SUB(d, m1)));
         VEC v1 = ADD(MUL(beta2, LOAD(v + i)), MUL(one_minus_beta2, MUL(c, c)));
         STORE(mm + i, m1);
         STORE(vv + i, v1);
-        VEC v_root = SQRT(v1), below = ADD(DIV(v_root, root), eps), way = plain ? m1 : NAME(way)(d, m1, k);
+        VEC way = whole ? m1 : part ? NAME(onward)(k->carried, m1, k->direct, d) : NAME(way)(d, m1, k);
+        VEC v_root = SQRT(v1), below = ADD(DIV(v_root, root), eps);
         x = SUB(MUL(shrink, x), DIV(MUL(lr, way), below));
-        if (plain || k->ahead.carried == 0.0f) {
+        if (whole || part || k->ahead.carried == 0.0f) {
             NAME(put)(s, i, x);
             continue;
         }
-        VEC on = NAME(onward)(&k->ahead, m1, NAME(clamped)(g + i, &f));
+        VEC on = NAME(onward)(k->ahead.carried, m1, k->ahead.direct, NAME(clamped)(g + i, &f));
         NAME(put_ahead)(s, i, x, DIV(on, ADD(v_root, SET(k->ahead.eps))));
     }
     TAIL(update[PYPS_ADAM], i, NAME(none)(odd));
@@ -167,9 +177,10 @@ INLINE bool NAME(adam_loop)(const struct step *step, const struct step_constants
 
 TARGET static bool NAME(adam)(const struct step *step, const struct step_constants *constants) {
     const struct step_constants *k = constants;
-    bool plain = k->weight_decay == 0.0f && k->calm == 0.0f && k->carried == 1.0f && k->direct == 0.0f &&
-                 k->ahead.carried == 0.0f;
-    return plain ? NAME(adam_loop)(step, k, true) : NAME(adam_loop)(step, k, false);
+    bool plain = k->weight_decay == 0.0f && k->ahead.carried == 0.0f;
+    if (plain && k->calm == 0.0f && NAME(is_momentum)(k)) return NAME(adam_loop)(step, k, NAME(adam_whole));
+    if (plain && k->calm != 0.0f && !NAME(is_momentum)(k)) return NAME(adam_loop)(step, k, NAME(adam_part));
+    return NAME(adam_loop)(step, k, NAME(adam_any));
 }
 
 /* s' = s + part d d; p - lr_t * d / (sqrt(s') + eps) */
@@ -201,7 +212,7 @@ INLINE VEC NAME(look_on)(const struct look *l, size_t i) {
     const VEC m = LOAD(l->from[1] + i);
     if (!l->gradient) return MUL(SET(l->ahead.carried), m);
     const struct NAME(filter) f = NAME(filter_of)(l->scale, l->clip, 0);
-    return NAME(onward)(&l->ahead, m, NAME(clamped)(l->gradient + i, &f));
+    return NAME(onward)(l->ahead.carried, m, l->ahead.direct, NAME(clamped)(l->gradient + i, &f));
 }
 
 /* p - (carried m + direct g) */
