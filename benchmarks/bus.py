@@ -1,9 +1,10 @@
 """A worker's steps over a bus, on a device that is emulated: python benchmarks/bus.py [--docs].
 
 The device computes by sleeping, so that the processor is free as a GPU's host is; its memory is the host's,
-and a thread each way copies as fast as the bus. Bounds: a serial step takes its compute and 1.2 times what
-gradients and parameters take on the bus; a step of a pipeline 1.05 times the longer of compute and the
-transfer at the store, which it records. Rounds are interleaved; medians with range.
+and a thread each way copies as fast as the bus. The worker has the threads that `pyps run` gives it: all.
+Bounds: a serial step takes its compute and 1.2 times what gradients and parameters take on the bus; a step of
+a pipeline 1.05 times the longer of compute and the transfer at the store, which it records. Rounds are
+interleaved; medians with range.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 import pyps
 from pyps.formats.records import read_run
+from pyps.run.spec import cores
 from pyps.worker import binding
 from pyps.worker.bus import Emulated
 
@@ -78,15 +80,16 @@ def alone(model: nn.Module, steps: int) -> list[float]:
 
 
 def worked(
-    model: nn.Module, optimizer: str, depth: int, rate: float, steps: int
+    model: nn.Module, optimizer: str, depth: int, options: argparse.Namespace, steps: int
 ) -> tuple[list[float], float]:
     """Seconds of each step of a worker, and of a transfer at the store."""
     times: list[float] = []
-    binding.bus_of = lambda _: Emulated(rate)
+    binding.bus_of = lambda _: Emulated(options.rate * 1e9)
     with tempfile.TemporaryDirectory() as name:
         more: dict[str, Any] = {"policy": "asp", "pipeline": depth, "run_dir": Path(name)}
         with pyps.join(f"bus-{os.getpid()}", 0, batches=[1], samples=steps, **more) as worker:
             worker.attach(model, OPTIMIZERS[optimizer](model.parameters(), lr=1e-3))
+            worker.store.set_threads(options.threads)
             began = time.perf_counter()
             for (x,) in worker.batches((torch.ones(8, 1),)):
                 times.append(time.perf_counter() - began)
@@ -115,7 +118,7 @@ def rows_of(options: argparse.Namespace, kind: str, optimizer: str) -> list[list
         model = network(parameters, compute, TYPES[kind])
         device += alone(model, steps)
         for depth, times in found.items():
-            more, transfer = worked(model, optimizer, depth, options.rate * 1e9, steps)
+            more, transfer = worked(model, optimizer, depth, options, steps)
             times += more
     base = statistics.median(device)
     bounds = {1: base + SERIAL * 2 * way, 2: PIPELINED * max(base, transfer)}
@@ -139,6 +142,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=25e6)
     parser.add_argument("--compute", type=float, default=60.0, help="milliseconds of a step")
     parser.add_argument("--rate", type=float, default=12.0, help="GB/s of the bus, each way")
+    parser.add_argument("--threads", type=int, default=cores(), help="of the worker")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
@@ -151,7 +155,7 @@ def main() -> None:
         for kind in options.types:
             for optimizer in options.optimizers:
                 rows += rows_of(options, kind, optimizer)
-    speed = f"a bus of {options.rate:g} GB/s each way; one thread copies {memcpy_rate() / 1e9:.1f} GB/s"
+    speed = f"a bus of {options.rate:g} GB/s each way; one thread copies {memcpy_rate() / 1e9:.1f} GB/s; {options.threads} threads"
     text = f"{machine()}, others {others[0]:.0%}; {speed}.\n\n{table(rows)}"
     print(text)
     if options.docs:
