@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from record import DOCS, machine, milliseconds, seconds_of, table, write_section
-from threads import shared, stepping
+from threads import deepspeed_adam, set_rivals_threads, shared, stepping
 
 from pyps import Hyper, Store
 from pyps.native import isa
@@ -177,7 +177,7 @@ def rivals(x: Any) -> Iterator[Operation]:
     """The same work by torch, DeepSpeed and bitsandbytes (if installed) and plain NumPy."""
     import torch
 
-    torch.set_num_threads(1)
+    set_rivals_threads(1)
     for name, kind, size in (("SGD", torch.optim.SGD, 12), ("AdamW", torch.optim.AdamW, 28)):
         for how in ("fused", "foreach"):
             parameter = torch.nn.Parameter(torch.zeros(x.size))
@@ -192,7 +192,10 @@ def rivals(x: Any) -> Iterator[Operation]:
     numpy_sgd = always(lambda: np.subtract(weights, np.float32(1e-3) * gradient, out=weights))
     yield Operation("NumPy SGD", 12, numpy_sgd, against="SGD push")
     yield Operation("NumPy int8", 5, always(lambda: numpy_int8(x)), against="encode int8")
-    yield from deepspeed_adam(x.size)
+    if (found := deepspeed_adam(x.size)) is not None:
+        for name, size, looks in (("", 28, False), (", and a look", 32, True)):
+            prepare = partial(stepping, *found, looks)
+            yield Operation(f"DeepSpeed CPUAdam{name}", size, prepare, against="AdamW push")
     try:
         from bitsandbytes import functional
     except ImportError:
@@ -203,23 +206,6 @@ def rivals(x: Any) -> Iterator[Operation]:
     nf4 = always(lambda: functional.quantize_4bit(tensor, quant_type="nf4", blocksize=64))
     yield Operation("bitsandbytes int8, blocks of 256", 5, int8, against="encode int8")
     yield Operation("bitsandbytes NF4, blocks of 64", 4.5625, nf4, against="encode nf4")
-
-
-def deepspeed_adam(n: int) -> Iterator[Operation]:
-    """DeepSpeed's AdamW for the CPU, which it compiles for this machine at its first use."""
-    import torch
-
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        print("DeepSpeed is not installed: its rows are left out")
-        return
-    parameter = torch.nn.Parameter(torch.zeros(n))
-    parameter.grad = torch.full((n,), 1e-3)
-    optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True)
-    for name, size, looks in (("DeepSpeed CPUAdam", 28, False), ("DeepSpeed CPUAdam, and a look", 32, True)):
-        prepare = partial(stepping, optimizer, parameter.grad, looks)
-        yield Operation(name, size, prepare, against="AdamW push")
 
 
 def numpy_int8(x: Any) -> tuple[Any, Any]:
