@@ -1,8 +1,11 @@
-"""A push and a pull compared with gloo, torch rpc and a Ray actor: python benchmarks/peers.py [--docs].
+"""A push and a pull compared with gloo, torch rpc, a Ray actor and hivemind's averager:
+
+    python benchmarks/peers.py [--parameters 25000000] [--rounds 7] [--docs]
 
 Ours: one worker pushes its gradient and takes the SGD step in the store (an exchange; and as two calls, push
 and pull). gloo: the gradient is sent to a process that steps and sends the parameters back. rpc and Ray: a
-call of a server object with the gradient, which steps and returns the parameters. All on one machine, each
+call of a server object with the gradient, which steps and returns the parameters. hivemind: two peers give
+their gradients and get the mean, without the time in which it looks for peers. All on one machine, each
 process with one thread; servers step in place with w -= lr * g. Rounds are interleaved; medians with range.
 """
 
@@ -13,8 +16,9 @@ import multiprocessing
 import os
 import socket
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -185,6 +189,70 @@ def ray_actor(n: int) -> Iterator[dict[str, Callable[[], float]]]:
         ray.shutdown()
 
 
+MATCHMAKING = 0.5  # seconds that hivemind looks for peers, 5 by default: for the internet
+
+
+def averager(n: int, addresses: list[str]) -> tuple[Any, Any]:
+    """A peer of hivemind's, and its table of peers."""
+    import hivemind
+    import torch
+
+    torch.set_num_threads(1)
+    dht = hivemind.DHT(initial_peers=addresses, start=True)
+    options = {"target_group_size": 2, "min_matchmaking_time": MATCHMAKING}
+    tensors = [torch.full((n,), 1e-3)]
+    return hivemind.DecentralizedAverager(tensors, dht, prefix="peers", start=True, **options), dht
+
+
+def hivemind_partner(n: int, addresses: list[str], pipe: Connection) -> None:
+    """The other peer, which averages whenever it is asked to."""
+    peer, dht = averager(n, addresses)
+    pipe.send(True)
+    while pipe.recv():
+        peer.step(timeout=120)
+    peer.shutdown()
+    dht.shutdown()
+
+
+@contextmanager
+def hivemind_averager(n: int) -> Iterator[dict[str, Callable[[], float]]]:
+    try:
+        from hivemind.averaging.control import AveragingStage
+    except ImportError:
+        print("hivemind is not installed: its row is left out")
+        yield {}
+        return
+    peer, dht = averager(n, [])
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    addresses = list(map(str, dht.get_visible_maddrs()))
+    partner = context.Process(target=hivemind_partner, args=(n, addresses, theirs))
+    partner.start()
+    mine.recv()
+
+    def turn() -> float:
+        mine.send(True)
+        step = peer.step(timeout=120, wait=False, require_trigger=True)
+        while step.stage is not AveragingStage.AWAITING_TRIGGER:
+            time.sleep(0.01)
+
+        def average() -> None:
+            step.allow_allreduce()
+            if step.result() is None:
+                raise TimeoutError("hivemind found no group")
+
+        return seconds_of(average)
+
+    try:
+        yield {"hivemind's averager": turn}
+    finally:
+        mine.send(False)
+        partner.join(30)
+        partner.kill()
+        peer.shutdown()
+        dht.shutdown()
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,8 +266,10 @@ def main() -> None:
     def memcpy_twice() -> float:
         return seconds_of(lambda: (np.copyto(copy, source), np.copyto(source, copy)))
 
-    with ours(n) as a, gloo(n) as b, torch_rpc(n) as c, ray_actor(n) as d:
-        turns = {"memcpy, twice": memcpy_twice, **a, **b, **c, **d}
+    with ExitStack() as opened:
+        turns: dict[str, Callable[[], float]] = {"memcpy, twice": memcpy_twice}
+        for way in (ours, gloo, torch_rpc, ray_actor, hivemind_averager):
+            turns |= opened.enter_context(way(n))
         times: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(options.rounds + 2):
             for name, turn in turns.items():
