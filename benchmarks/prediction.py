@@ -1,5 +1,5 @@
 """Whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn,transformer]
-[--scale 1] [--docs].
+[--scale 1] [--short] [--docs].
 
 For each model, on one CPU thread:
 
@@ -9,6 +9,9 @@ For each model, on one CPU thread:
    plan is run by two processes through the store, and the median of its iterations compared with the
    prediction.
 
+--short: steps of 3 to 5 ms instead, where the worker's own work and its copies count most: two to four such
+devices, planned and run by the plan and with equal batches in turn, three times each.
+
 The last column is how busy other processes kept the machine meanwhile: with more than a few per cent, the
 figures are theirs as well.
 """
@@ -16,6 +19,7 @@ figures are theirs as well.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -37,6 +41,9 @@ MODELS = ("mlp", "cnn", "transformer")
 LARGEST = {"mlp": 2048, "cnn": 64, "transformer": 64}  # in the part where time grows with the batch
 SLOWDOWNS = 2.5, 5.0  # so much that the throttle sets the pace, not the two processes' cores
 ITERATIONS = 60
+SHORT_SLOWDOWNS = 2.5, 5.0, 3.5, 4.0
+SHORT_BATCHES = {2: 64, 3: 96, 4: 128}  # by the number of devices
+SHORT_ITERATIONS, SHORT_RUNS = 300, 3
 REPEATS = 21  # of each size in the profile that is judged by itself
 
 
@@ -49,7 +56,11 @@ class Client:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-CPU_PAIR = tuple(Client(f"slower-{x:g}", ("--throttle", str(x))) for x in SLOWDOWNS)
+def emulated(slowdowns: Sequence[float]) -> tuple[Client, ...]:
+    return tuple(Client(f"slower-{x:g}", ("--throttle", str(x))) for x in slowdowns)
+
+
+CPU_PAIR = emulated(SLOWDOWNS)
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,7 @@ def run_plan(
     device: str = "cpu",
     name: str = "run",
     more: Sequence[str] = (),
+    iterations: int = ITERATIONS,
 ) -> Run:
     """Plan a global batch for the clients, train by the plan, and compare.
 
@@ -134,7 +146,7 @@ def run_plan(
     parts = [c.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for c in clients]
     shares = [",".join(part for part in parts if part)] if all(parts) else []
     emulated = ["--throttle-from", "plan"] if any("--throttle" in c.options for c in clients) else []
-    options = ["--plan", folder / "plan.json", *emulated, "--samples", ITERATIONS * both, *more]
+    options = ["--plan", folder / "plan.json", *emulated, "--samples", iterations * both, *more]
     worker = [HERE / "builtin_worker.py", model, device, *shares]
     pyps("pyps", "run", *options, "--run-dir", folder / name, *worker)
     plan = read_plan(folder / "plan.json")
@@ -154,12 +166,50 @@ def measure(model: str, scale: float) -> Prediction:
     return Prediction(model, fit.kind, fit.leave_one_out_error or 0.0, held_out(alone.points), run)
 
 
+def short_steps(models: Sequence[str]) -> str:
+    """The table of short steps."""
+    heading = "model", "devices", "batches", "plan ms", "run / plan", "run ms", "even ms", "even / run"
+    rows = [[*heading, "others"]]
+    for model, (count, both) in itertools.product(models, SHORT_BATCHES.items()):
+        clients = emulated(SHORT_SLOWDOWNS[:count])
+        with tempfile.TemporaryDirectory() as name, others_share() as others:
+            folder, runs, even = Path(name), [], []
+            profile_together(model, sizes(both), clients, folder)
+            for k in range(SHORT_RUNS):
+                for found, more in ((runs, ()), (even, ("--even",))):
+                    options = f"{k}{''.join(more)}", more, SHORT_ITERATIONS
+                    found.append(run_plan(model, both, clients, folder, "cpu", *options))
+        run, equal = (statistics.median(one.measured_seconds for one in found) for found in (runs, even))
+        ratios = sorted(one.ratio for one in runs)
+        rows.append(
+            [
+                model,
+                str(count),
+                ", ".join(map(str, runs[0].batches)),
+                f"{1e3 * runs[0].predicted_seconds:.2f}",
+                f"{ratios[len(ratios) // 2]:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+                f"{1e3 * run:.2f}",
+                f"{1e3 * equal:.2f}",
+                f"{equal / run:.2f}",
+                f"{others[0]:.0%}",
+            ]
+        )
+    return f"{machine()}.\n\n{table(rows)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--scale", type=float, default=1.0, help="of batches: 0.01 for short steps")
+    parser.add_argument("--short", action="store_true", help="steps of 3 to 5 ms, planned and even")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
+    if options.short:
+        text = short_steps(options.models.split(","))
+        print(text)
+        if options.docs:
+            write_section("short-steps", text)
+        return
     heading = "model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"
     rows, found = [[*heading, "others"]], []
     for model in options.models.split(","):
