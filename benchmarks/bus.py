@@ -155,7 +155,8 @@ def main() -> None:
         for kind in options.types:
             for optimizer in options.optimizers:
                 rows += rows_of(options, kind, optimizer)
-    speed = f"a bus of {options.rate:g} GB/s each way; one thread copies {memcpy_rate() / 1e9:.1f} GB/s; {options.threads} threads"
+    speed = f"a bus of {options.rate:g} GB/s each way; one thread copies {memcpy_rate() / 1e9:.1f} GB/s"
+    speed += f"; {options.threads} threads"
     text = f"{machine()}, others {others[0]:.0%}; {speed}.\n\n{table(rows)}"
     print(text)
     if options.docs:
