@@ -20,7 +20,9 @@ def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[S
     """A line for each straggler. records: by rank."""
     trained = [rank for rank in ranks if any(map(is_applied, records[rank.rank]))]
     paces = [_pace(records[rank.rank]) for rank in trained]
-    for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained)), strict=True):
+    applied = [record.version for rank in trained for record in records[rank.rank] if is_applied(record)]
+    pushes = len(applied) / max(1, len({version for version in applied if version}))
+    for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained), pushes), strict=True):
         if kind := str(found):
             usual, worst = pace.seconds * 1e3, pace.seconds_now / pace.seconds
             times = f"a step computes for {usual:,.1f} ms, one in twenty {worst:.1f} times as long"

@@ -139,7 +139,8 @@ class StoreTop:
         names = {rank.rank: rank.name for rank in self._setup.ranks} if self._setup else {}
         found = activities(state, local=local)
         paces = [_pace(a, state) for a in found]
-        late = stragglers(paces, sum(a.member is not None for a in found))
+        pushes = sum(rank.pushes for rank in state.ranks) / max(1, state.status.version)
+        late = stragglers(paces, sum(a.member is not None for a in found), pushes)
         ranks = [
             self._rank(a, kind, state, names.get(a.rank, "")) for a, kind in zip(found, late, strict=True)
         ]

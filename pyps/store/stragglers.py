@@ -47,13 +47,16 @@ class Straggler:
             yield f"{self.by_time} straggler by time"
 
 
-def stragglers(paces: Sequence[RankPace], ranks: int) -> list[Straggler]:
-    """One for each pace. ranks: that train at present; each of equal workers is ranks - 1 versions late."""
+def stragglers(paces: Sequence[RankPace], ranks: int, pushes: float = 1.0) -> list[Straggler]:
+    """One for each pace. ranks: that train at present. pushes: that make a version, on average. So each of
+    equal workers is (ranks - 1) / pushes versions late; by less than one version no rank is a straggler.
+    """
     fastest = min((p.seconds for p in paces if p.seconds > 0), default=0.0)
-    latest = max(TIMES * min((p.versions for p in paces), default=0.0), ranks - 1.0)
+    equal = max((ranks - 1.0) / max(pushes, 1.0), 1.0)
+    latest = max(TIMES * min((p.versions for p in paces), default=0.0), equal)
     return [
         Straggler(
-            _kind(p.versions, latest, is_late(p.versions_now, p.versions, ranks - 1.0)),
+            _kind(p.versions, latest, is_late(p.versions_now, p.versions, equal)),
             _kind(p.seconds, TIMES * fastest, is_late(p.seconds_now, p.seconds)),
         )
         for p in paces

@@ -19,7 +19,8 @@ def of_run(seconds: list[float], policy: str) -> list[Straggler]:
     )
     result = simulate(Scenario(workers), policy, iterations=50, seed=1)
     paces = [RankPace(t, rank.staleness_mean) for t, rank in zip(seconds, result.ranks, strict=True)]
-    return stragglers(paces, len(seconds))
+    pushes = sum(rank.pushes for rank in result.ranks) / result.versions
+    return stragglers(paces, len(seconds), pushes)
 
 
 @pytest.mark.parametrize("policy", ["asp", "saps", "dynsgd"])
@@ -29,7 +30,17 @@ def test_static_stragglers_show_by_their_versions(policy: str, slow: int) -> Non
     assert found == [Straggler()] * 4 + [Straggler("static", "static")] * slow
 
 
-@pytest.mark.parametrize("policy", ["bsp", "r2sp", "asp"])
+@pytest.mark.parametrize("policy", ["softsync:n=4", "quorum:k=28,grace=0"])
+def test_so_they_do_where_a_version_takes_several_pushes(policy: str) -> None:
+    assert of_run([1.0] * 4 + [10.0] * 28, policy) == [Straggler()] * 4 + [Straggler("static", "static")] * 28
+
+
+def test_less_than_a_version_is_not_late() -> None:
+    rounds = [RankPace(1.0, 0.4), RankPace(1.0, 0.1, 1.0, 1.0)]
+    assert stragglers(rounds, 2, pushes=2.0) == [Straggler()] * 2
+
+
+@pytest.mark.parametrize("policy", ["bsp", "r2sp", "asp", "softsync", "quorum"])
 def test_equal_workers_have_none(policy: str) -> None:
     assert of_run([1.0] * 8, policy) == [Straggler()] * 8
 
