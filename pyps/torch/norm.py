@@ -25,12 +25,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyps.errors import InputError
 
+PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 
 class UnevenSyncBatchNorm(_BatchNorm):
     """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm, with the same parameters, buffers and state_dict.
 
     All ranks of `group` have to run it the same number of times, each with at least one sample. In eval mode,
-    and without a process group, it is BatchNorm. Raises InputError for an input of another shape.
+    and without a process group, it is BatchNorm. Raises InputError for an input of another shape, and for a
+    class with a forward() of its own, but for timm's: its dropout and activation are kept.
     """
 
     group: dist.ProcessGroup | None = None
@@ -40,7 +43,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """The module with each BatchNorm replaced; parameters and buffers are kept."""
+        """The module with each BatchNorm replaced; parameters and buffers are kept. Raises InputError."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             return cls._like(module, group)
         for name, child in module.named_children():
@@ -55,10 +58,20 @@ class UnevenSyncBatchNorm(_BatchNorm):
         new.running_mean, new.running_var = old.running_mean, old.running_var
         new.num_batches_tracked = old.num_batches_tracked
         new.group = group
+        if type(old).forward not in PLAIN:
+            kind, parts = type(old), dict(old.named_children())
+            if not kind.__module__.startswith("timm.") or parts.keys() != {"drop", "act"}:
+                expected = "a class without a forward() of its own, which would be lost"
+                raise InputError("UnevenSyncBatchNorm", "convert", kind.__qualname__, expected)
+            new.drop, new.act = parts["drop"], parts["act"]  # under these names in the state, too
         return new.train(old.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[n, channels, ...] -> the same shape, normalised by channel over all ranks."""
+        found = self._normed(input)
+        return self.act(self.drop(found)) if "act" in self._modules else found  # type: ignore[operator]
+
+    def _normed(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         self._check_input_dim(input)
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1
         if not self.training or alone:

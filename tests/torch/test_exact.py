@@ -59,6 +59,25 @@ def test_a_converted_model_is_the_same_alone() -> None:
         UnevenSyncBatchNorm(3)(torch.zeros(3))
 
 
+class Activated(nn.BatchNorm1d):
+    """As timm's, which follow the normalization by a dropout and an activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        return self.act(self.drop(super().forward(input)))  # type: ignore[no-any-return]
+
+
+def test_a_layer_with_a_forward_of_its_own_does_not_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="convert: found Activated; expected a class without a forward"):
+        UnevenSyncBatchNorm.convert(Activated(3))
+    monkeypatch.setattr(Activated, "__module__", "timm.layers")
+    inputs = torch.randn(6, 3)
+    assert torch.equal(UnevenSyncBatchNorm.convert(Activated(3))(inputs), Activated(3)(inputs))
+
+
 def test_the_scale_of_a_loss() -> None:
     assert float(loss_scale(3, 12)) == 0.25  # of one process: N = 1
     assert float(loss_scale(3, 12, ranks=2)) == 0.5

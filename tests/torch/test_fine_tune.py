@@ -75,6 +75,16 @@ def test_a_loop_of_diffusers() -> None:
     assert float(worst) < 1e-12
 
 
+def test_a_loop_of_timm() -> None:
+    """Six images on one rank and two on the other, in float64; BatchNorm, with and without an activation."""
+    pytest.importorskip("timm")
+    models = ["test_resnet", "test_efficientnet"]
+    said = run_script(ROOT / "tests" / "helpers" / "timm_train.py", 2, MODELS=" ".join(models), **ONE_THREAD)
+    found = re.findall(r"^(\w+): (\S+) off, batches of \{6\}", said, re.MULTILINE)
+    assert [model for model, _ in found] == models
+    assert all(float(worst) < 1e-12 for _, worst in found), found
+
+
 def test_only_the_adapter_travels(tmp_path: Path) -> None:
     """Into PEFT's file goes what the run's own holds."""
     peft = pytest.importorskip("peft")
