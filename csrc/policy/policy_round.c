@@ -20,9 +20,13 @@ static bool all_staged(struct view *v, uint64_t now) {
     return !v->outstanding;
 }
 
+/* While samples are left, one that has neither a gradient nor samples came after the round was opened: it has no part
+ * in it. At the end of the run others have none either, and the round waits as if they had. */
 static bool enough_staged(struct view *v, uint64_t now) {
+    uint64_t k = (uint64_t)v->policy_params.backup;
     (void)now;
-    return !v->outstanding || v->staged + (uint64_t)v->policy_params.backup >= v->active;
+    if (view_samples_left(v)) return v->outstanding <= k;
+    return !v->outstanding || v->staged + k >= v->active;
 }
 
 /* A round is one part in `splits` of a step by its samples already. */

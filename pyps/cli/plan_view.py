@@ -121,7 +121,9 @@ def mode_text(plan: Plan, run: RunMode) -> str:
     moments = f", {run.average_moments} averaged with the parameters" if run.average_moments else ""
     if run.local_batch is not None:
         rounds = f"{run.local_steps} global batch{'es' * (run.local_steps > 1)} in a round"
-        return f"{text}; {rounds}, local steps of {run.local_batch}{moments}"
+        sizes = sorted({worker.micro_batch for worker in plan.workers if worker.batch})
+        size = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{run.local_batch}"
+        return f"{text}; {rounds}, local steps of {size}{moments}"
     return f"{text}; {run.local_steps} local steps on average{moments}"
 
 

@@ -12,6 +12,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from itertools import count
@@ -223,8 +224,12 @@ class ShardedBackend(Away):
         return got
 
     def rejoin(self) -> None:
-        super().rejoin()
-        self._client = self.client.call(verbs.ENTER())
+        entered = False
+        while not entered:
+            super().rejoin()
+            with suppress(Fenced):  # found silent again since then
+                self._client = self.client.call(verbs.ENTER())
+                entered = True
 
     def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
         if ranges is not None:

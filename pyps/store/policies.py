@@ -26,6 +26,7 @@ Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
 Late = Literal["drop", "weigh", "auto"]
 Scaling = Literal["samples", "none"]
 CUSTOM = 12  # PYPS_CUSTOM
+MOST_COUNT = NO_BOUND - 1
 MOST_EXTRA = 10_000  # they are tried one by one
 COMMON = ("round_timeout_seconds",)
 
@@ -55,7 +56,7 @@ class Policy:
             Policy.known[cls.name] = cls
 
     def __post_init__(self) -> None:
-        self._check("round_timeout_seconds", above=0.0)
+        self._check("round_timeout_seconds", 1e-9, 1e9)
         self._check_choice("scaling", Scaling)
 
     @property
@@ -87,23 +88,22 @@ class Policy:
         numbers = ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in changed)
         return f"{self.name}:{numbers}" if numbers else self.name
 
-    def _check(self, field: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
-        value = getattr(self, field)
-        if not (isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above):
-            expected = "a positive, finite number" if above == 0.0 else f"a number of at least {least:g}"
-            raise InputError(self.name, field, repr(value), expected)
+    def _check(self, field: str, least: float, most: float) -> None:
+        """The limits are the core's (csrc/policy), which has other names for some fields."""
+        if not (isinstance(value := getattr(self, field), int | float) and least <= value <= most):
+            raise InputError(self.name, field, repr(value), f"a number from {least:g} to {most:.15g}")
 
     def _check_choice(self, field: str, choices: Any) -> None:
         if (value := getattr(self, field)) not in get_args(choices):
             raise InputError(self.name, field, repr(value), one_of(str(value), get_args(choices)))
 
-    def _check_count(self, field: str, least: int, *, infinite: bool = False) -> None:
+    def _check_count(self, field: str, least: int, *, most: int = MOST_COUNT, infinite: bool = False) -> None:
         value = getattr(self, field)
         if infinite and value == math.inf:
             return
-        if not (isinstance(value, int) and least <= value < NO_BOUND):
-            or_inf = ", or inf" if infinite else ""
-            raise InputError(self.name, field, repr(value), f"a whole number of at least {least}{or_inf}")
+        if not (isinstance(value, int) and least <= value <= most):
+            or_inf, to = ", or inf" if infinite else "", f" and at most {most}" if most < MOST_COUNT else ""
+            raise InputError(self.name, field, repr(value), f"a whole number of at least {least}{to}{or_inf}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Softsync(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("n", 1)
+        self._check_count("n", 1, most=1_000_000)
 
     def _params(self) -> PolicyParams:
         return PolicyParams(splits=self.n)
@@ -211,9 +211,7 @@ class DSSP(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_count("bound", 0)
-        self._check_count("extra", 0)
-        if self.extra > MOST_EXTRA:
-            raise InputError(self.name, "extra", str(self.extra), f"at most {MOST_EXTRA}")
+        self._check_count("extra", 0, most=MOST_EXTRA)
 
     @property
     def pace(self) -> Pace:
@@ -245,7 +243,7 @@ class DCASGD(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("correction", least=0.0)
+        self._check("correction", 0.0, 1e9)
 
     def _params(self) -> PolicyParams:
         return PolicyParams(correction=float(self.correction))
@@ -285,7 +283,7 @@ class SaPS(Policy):
         if self.abort and self._weighs:
             raise InputError(self.name, "abort", "true with late=weigh", "late=drop, or no abort")
         if self.noise is not None:
-            self._check("noise", least=0.0)
+            self._check("noise", 0.0, 1e9)
 
     @property
     def _weighs(self) -> bool:
@@ -320,8 +318,8 @@ class R2SP(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("slack", least=0.0)
-        self._check("patience", least=0.1)
+        self._check("slack", 0.0, 1e6)
+        self._check("patience", 0.1, 1e6)
 
     @property
     def pace(self) -> Pace:
@@ -359,7 +357,7 @@ class Quorum(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_count("k", 0)
-        self._check("grace", least=0.0)
+        self._check("grace", 0.0, 1e6)
 
     @property
     def pace(self) -> Pace:

@@ -291,7 +291,10 @@ class Transport:
         while not isinstance(action, events.Control):
             try:
                 event = self._do(action)
-            except Fenced:
+            except Fenced as error:
+                if isinstance(action, events.Rejoin):  # found dead: its place is gone
+                    self._machine.receive(events.Interrupted())
+                    raise error
                 event = events.WasFenced()
             except Ended:
                 event = events.RanOut()

@@ -10,7 +10,8 @@ from policy_drive import COMMITTED, SECOND, Drive
 
 from pyps.errors import Fenced
 from pyps.native.decisions import EventKind, PolicyContext
-from pyps.store.policies import DSSP, R2SP, SSP, Custom, register_policy
+from pyps.native.status import MemberState
+from pyps.store.policies import DSSP, R2SP, SSP, Backup, Custom, register_policy
 
 SLICE = SECOND // 20  # how often a waiter looks for something to do
 
@@ -105,6 +106,36 @@ def test_claims_ahead_keep_the_bound(policy: SSP | DSSP) -> None:
             begun += 1
             drive.claims[0] = (0, 4)
     assert begun <= most + 1
+
+
+def test_a_round_without_the_slowest_does_not_wait_for_one_that_came_meanwhile() -> None:
+    """It has no part in the round: with it, the round would wait for the late worker, too."""
+    drive = Drive(Backup(k=1), [4, 4, 4, 4])
+    for k in range(4):
+        assert drive.start(k)
+    drive.core.step(EventKind.LEAVE, 0, drive.now, state=int(MemberState.DEAD))
+    drive.core.step(EventKind.JOIN, 0, drive.now, rank=0)
+    assert drive.push(1) == COMMITTED
+    assert drive.round == 0
+    assert drive.push(2) == COMMITTED
+    assert drive.round == 1
+
+
+def test_a_last_round_of_few_workers_drops_none_of_their_work() -> None:
+    drive = Drive(Backup(k=1), [4, 4, 4, 4], samples=20)
+    for k in range(4):
+        assert drive.start(k)
+    for k in range(3):
+        drive.turn(k)
+    assert drive.round == 1
+    for k in range(4):
+        drive.turn(k)
+    held = sorted(drive.claims)
+    assert len(held) == 2
+    drive.push(held[0])
+    assert drive.round == 1, "it waits for the other one"
+    drive.push(held[1])
+    assert drive.round == 2
 
 
 def test_one_alone_may_always_work_ahead() -> None:

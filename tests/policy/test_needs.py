@@ -42,6 +42,26 @@ def test_a_custom_policy_needs_nothing_more_than_a_push() -> None:
     assert [need for need, value in asdict(needs).items() if value] == ["allows_pipeline"]
 
 
+MOST = {
+    "softsync": ("n", 1_000_000),
+    "dssp": ("extra", 10_000),
+    "dcasgd": ("correction", 1e9),
+    "saps": ("noise", 1e9),
+    "r2sp": ("slack", 1e6),
+    "quorum": ("grace", 1e6),
+    "bsp": ("round_timeout_seconds", 1e9),
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_what_the_core_would_refuse_is_refused_by_its_name(name: str) -> None:
+    kind, (field, most) = Policy.known[name], MOST[name]
+    over = most + 1
+    assert kind(**{field: most}).needs
+    with pytest.raises(errors.InputError, match=rf"{name}: {field}: found {over}; expected a .*{int(most)}"):
+        kind(**{field: over})
+
+
 def test_an_unknown_number_is_refused() -> None:
     with pytest.raises(errors.UnknownPolicy, match="found 14"):
         native.policy_needs(14)

@@ -38,14 +38,25 @@ class Timed(Drive):
             if k not in self.claims:
                 self.start(k)
 
+    def close(self) -> None:
+        """The grace passes; all that may begin the next round."""
+        self.tick_at(self.core.last.next_deadline)
+        self.begin_all()
 
-def test_a_round_closes_when_the_grace_has_passed() -> None:
-    drive = Timed(Quorum(k=1, grace=0.1), BATCHES)
+
+def all_but_one(grace: float, samples: int = 0) -> tuple[Timed, int]:
+    """Four workers in their first round, of which three have pushed; when it was opened."""
+    drive = Timed(Quorum(k=1, grace=grace), BATCHES, samples)
     opened = drive.now
     drive.begin_all()
     for k in (0, 1, 2):
         drive.at(opened + ROUND, k)
-        assert drive.round == 0
+    return drive, opened
+
+
+def test_a_round_closes_when_the_grace_has_passed() -> None:
+    drive, opened = all_but_one(0.1)
+    assert drive.round == 0
     due = drive.core.last.next_deadline
     assert due == pytest.approx(opened + 1.1 * ROUND, rel=0.001)
     drive.tick_at(due - 1)
@@ -56,26 +67,19 @@ def test_a_round_closes_when_the_grace_has_passed() -> None:
 
 
 def test_one_that_comes_within_the_grace_is_in_the_round() -> None:
-    drive = Timed(Quorum(k=1, grace=0.1), BATCHES)
-    opened = drive.now
-    drive.begin_all()
-    for k in (0, 1, 2):
-        drive.at(opened + ROUND, k)
+    drive, opened = all_but_one(0.1)
     drive.at(opened + ROUND + ROUND // 20, 3)
     assert [slot for slot, *_ in drive.sources[-1]] == [0, 1, 2, 3]
 
 
 def test_late_work_is_merged_whole_and_once() -> None:
     """It takes part in the round that is open when it comes, and its worker in the round after that."""
-    drive = Timed(Quorum(k=1, grace=0.1), BATCHES, samples=60)
-    opened = drive.now
-    drive.begin_all()
+    drive, opened = all_but_one(0.1, samples=60)
     late = drive.claims[3]
-    for now in (opened + ROUND, opened + 3 * ROUND):
-        for k in (0, 1, 2):
-            drive.at(now, k)
-        drive.tick_at(max(now, drive.core.last.next_deadline))
-        drive.begin_all()
+    drive.close()
+    for k in (0, 1, 2):
+        drive.at(opened + 3 * ROUND, k)
+    drive.begin_all()
     assert drive.round == 2
     assert drive.claims[3] == late
     for k in (3, 0, 1, 2):
@@ -91,13 +95,8 @@ def test_late_work_is_merged_whole_and_once() -> None:
 
 
 def test_a_worker_that_is_late_already_has_no_second_grace() -> None:
-    drive = Timed(Quorum(k=1, grace=0.5), BATCHES)
-    opened = drive.now
-    drive.begin_all()
-    for k in (0, 1, 2):
-        drive.at(opened + ROUND, k)
-    drive.tick_at(drive.core.last.next_deadline)
-    drive.begin_all()
+    drive, opened = all_but_one(0.5)
+    drive.close()
     for k in (0, 1, 2):
         assert drive.round == 1
         drive.at(opened + 3 * ROUND, k)
@@ -125,6 +124,18 @@ def test_what_is_late_at_the_end_is_a_part_of_a_step() -> None:
         drive.turn(k)
     assert [sum(source[2] for source in sources) for sources in drive.sources] == [12, 4]
     assert drive.core.last.part == 0.25
+
+
+def test_others_take_over_what_a_late_worker_had_when_it_died() -> None:
+    drive, _ = all_but_one(0.1, samples=60)
+    first, count = drive.claims.pop(3)
+    drive.close()
+    drive.core.step(EventKind.LEAVE, 3, drive.now, state=int(MemberState.DEAD))
+    drive.ended.add(3)
+    drive.finish()
+    assert (first, count) in drive.trained
+    assert partition(drive.trained) == [(0, 60)]
+    assert sum(samples for _, samples in drive.trained) == 60
 
 
 @settings(max_examples=25, deadline=None)

@@ -209,6 +209,26 @@ def test_an_exchange_that_is_fenced_after_its_push_says_so_at_once(
         assert only_value(store) == (1.0, 1)
 
 
+def test_one_that_is_silent_again_while_it_rejoins_rejoins_anew(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rejoin takes two calls, between which a stopped process may be found silent."""
+    with serving(2) as (address, (home, _)), make(address) as store:
+        store.join(0)
+        entered, silent = home._shards.log.enter, [True]
+
+        def enter(session: bytes) -> int:
+            if silent and silent.pop():
+                raise Fenced("enter", "nothing was heard of this client for 1 s")
+            return entered(session)
+
+        monkeypatch.setattr(home._shards.log, "enter", enter)
+        store.rejoin()
+        assert not silent
+        push(store)
+        assert only_value(store) == (1.0, 1)
+
+
 def pin(store: Store) -> None:
     """A pull whose second half, to fetch what was pinned, does not come."""
     calls = backend(store)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_tools import profile
 
+from pyps.cli.plan_view import mode_text
 from pyps.errors import InputError
 from pyps.formats import Cluster, Plan, Profile, RunTable, WorkerGroup
 from pyps.formats.cluster import Job, Shared
@@ -221,6 +222,16 @@ def test_a_local_batch_that_is_given_leaves_the_samples_of_a_round() -> None:
     assert plan.global_batch == 200
     assert plan.run is not None
     assert (plan.run.local_steps, plan.run.local_batch) == (10, 2)
+
+
+def test_the_plan_in_words_has_the_local_steps_of_all_workers() -> None:
+    alike, unlike = (
+        with_local_batch([profile(0.01, 0.001), profile(0.01, 0.001, most=most)], 20, 10, 4)
+        for most in (None, 3)
+    )
+    for plan, words in ((alike, "local steps of 4"), (unlike, "local steps of 3 to 4")):
+        assert plan.run is not None
+        assert mode_text(plan, plan.run).endswith(words)
 
 
 def test_a_local_batch_that_is_no_whole_multiple_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from run_scripts import PATIENCE_SECONDS, until
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
-from pyps.errors import InputError, TimedOut
+from pyps.errors import Fenced, InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import MemberState
 from pyps.report.trace import make_trace
@@ -257,6 +257,26 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
     taken = [r for r in records if not r.rejected]
     assert sorted(p for r in taken for p in range(r.first, r.first + r.samples)) == list(range(total))
     assert {r.rank for r in records if r.fenced} == {1}
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_worker_that_was_found_dead_hears_why(shm: Path, pipeline: bool) -> None:
+    """Its place is gone, so that it cannot rejoin either. `pyps run` starts it again."""
+
+    class Dead(Slow):
+        def start(self, *_: object) -> Any:
+            raise Fenced("start", "this participant was found dead")
+
+        rejoin = start
+
+    worker = join("run", 0, batches=[10], samples=100, policy="asp", pipeline=pipeline)
+    model = make_model()
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    over(worker, Dead(worker.store, 0.0))
+    with pytest.raises(Fenced, match="found dead"):
+        next(iter(worker.batches((X, Y))))
+    worker.close()
+    assert no_transfer_threads()
 
 
 def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> None:
