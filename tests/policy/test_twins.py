@@ -44,7 +44,12 @@ class Twins:
 
     def __init__(self, policy: Policy, name: str, stack: ExitStack) -> None:
         self.drive = Drive(policy, BATCHES, SAMPLES)
-        first = Store.create(name, {"w": np.zeros(10)}, batches=BATCHES, policy=policy, samples=SAMPLES)
+        more = {
+            "max_participants": len(BATCHES)
+        }  # as in the core alone: it bounds the list of returned ranges
+        first = Store.create(
+            name, {"w": np.zeros(10)}, batches=BATCHES, policy=policy, samples=SAMPLES, **more
+        )
         self.stores = [first, *(Store.open(name) for _ in BATCHES[1:])]
         for rank, store in enumerate(self.stores):
             stack.enter_context(store)
