@@ -52,7 +52,8 @@ def nothing_left() -> Iterator[None]:
 
 def _is_torchs(path: Path) -> bool:
     """Whether torch made this, which it removes as its process ends, or never."""
-    return path.name.startswith(TORCHS) or (path / "_remote_module_non_scriptable.py").exists()  # of torch 2.4
+    of_2_4 = path / "_remote_module_non_scriptable.py"
+    return path.name.startswith(TORCHS) or of_2_4.exists()
 
 
 def started(mark: str) -> list[psutil.Process]:
