@@ -148,15 +148,15 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
         ("saps:threshold=sometimes", "one of fixed, quantile, ringmaster, measured"),
         ("saps:late=never", "one of drop, weigh, auto"),
         ("saps:late=weigh,abort=true", "late=drop, or no abort"),
-        ("saps:noise=-1", "at least 0"),
+        ("saps:noise=-1", "from 0 to 1000000000"),
         ("saps:threshold=fixed,bound=0,late=weigh", "at least 1"),
         ("saps:bound=4", "threshold=fixed"),
         ("saps:abort=maybe", "true or false"),
         ("saps:quantile=1.5", "0.01 to 0.999"),
-        ("r2sp:slack=-1", "at least 0"),
+        ("r2sp:slack=-1", "from 0 to 1000000"),
         ("softsync:n=0", "at least 1"),
         ("dssp:extra=100000", "at most 10000"),
-        ("dcasgd:lambda=nan", "at least 0"),
+        ("dcasgd:lambda=nan", "correction: found nan; expected a number from 0 to"),
     ],
 )
 def test_bad_numbers_are_named(text: str, message: str) -> None:
