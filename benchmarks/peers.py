@@ -228,12 +228,15 @@ def hivemind_averager(n: int) -> Iterator[dict[str, Callable[[], float]]]:
     addresses = list(map(str, dht.get_visible_maddrs()))
     partner = context.Process(target=hivemind_partner, args=(n, addresses, theirs))
     partner.start()
+    theirs.close()  # recv() raises if the partner ends
     mine.recv()
 
     def turn() -> float:
         mine.send(True)
         step = peer.step(timeout=120, wait=False, require_trigger=True)
         while step.stage is not AveragingStage.AWAITING_TRIGGER:
+            if step.done():
+                raise TimeoutError("hivemind found no group")
             time.sleep(0.01)
 
         def average() -> None:
