@@ -31,8 +31,8 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     first, samples: the claimed range of sample positions.
     batch: the planned batch.
-    round, plan, version: the store's counters.
-    sources: the gradients that went into the version.
+    round, plan, version: the store's counters; version 0: softsync still collected gradients for it.
+    sources: the gradients that went into the version; 0: not known yet, or none.
     loss: the mean over the worker's samples.
     spans: (kind, begin, end) in seconds of CLOCK_MONOTONIC, which all processes of the machine share.
     overrun_seconds: how much longer the step took than the emulated device would have needed.

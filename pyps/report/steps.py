@@ -42,8 +42,22 @@ class LossPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 def applied_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """The steps whose gradient is in the parameters, in the order of their versions."""
-    return sorted(filter(is_applied, records), key=attrgetter("version", "rank"))
+    """The steps whose gradient is in the parameters, in the order of their versions. One that softsync still
+    collected when it was pushed has version 0 on file, and here that of the next one made.
+    """
+    applied = list(filter(is_applied, records))
+    made = sorted((_taken_at(r), r.version) for r in applied if r.version)
+    if made and len(made) < len(applied):
+        last = len(made) - 1
+        applied = [
+            r if r.version else replace(r, version=made[min(last, bisect_left(made, (_taken_at(r), 0)))][1])
+            for r in applied
+        ]
+    return sorted(applied, key=attrgetter("version", "rank"))
+
+
+def _taken_at(record: StepRecord) -> float:
+    return record.admitted_at or (record.spans[-1][2] if record.spans else 0.0)
 
 
 def is_applied(record: StepRecord) -> bool:

@@ -30,7 +30,7 @@ RECENT_STEPS = 20  # of a rank, for means from its records
 
 @dataclass(frozen=True, slots=True)
 class TopRank:
-    """One rank. None: not known. Per second: since the last look, or since it joined.
+    """One rank. None: not known. Per second: samples since the last look, bytes also since it joined.
 
     late_by_version, late_by_time: "static" and "dynamic" stragglers (pyps.store.stragglers); "": neither.
     straggler: others wait for it now. behind: versions since its last pull. idle_share: of its
@@ -130,6 +130,7 @@ class StoreTop:
         if self._store is not None:
             self._store.close()
             self._store = None
+            self._past.clear()
 
     def _figures(self, store: Store, state: StoreActivity) -> TopStore:
         local = not is_address(self.name)
@@ -191,7 +192,7 @@ class StoreTop:
     def _rank(self, activity: Activity, late: Straggler, state: StoreActivity, name: str) -> TopRank:
         counters, member = state.ranks[activity.rank], activity.member
         moved = member.bytes_pushed + member.bytes_pulled if member is not None else 0
-        seconds, samples, bytes_, waited = self._since(member, counters, moved)
+        seconds, bytes_, waited, rate = self._since(member, counters, moved)
         recent = self._recent.get(activity.rank, [])
         data = [r.seconds("data") for r in recent]
         known = any(kind == "data" for r in recent for kind, _, _ in r.spans)
@@ -216,24 +217,28 @@ class StoreTop:
             bytes_pushed=member.bytes_pushed if member is not None else 0,
             bytes_pulled=member.bytes_pulled if member is not None else 0,
             bytes_per_second=bytes_ / seconds if seconds else None,
-            samples_per_second=samples / seconds if seconds else None,
+            samples_per_second=rate,
             pid=member.pid if member is not None else None,
         )
 
     def _since(
         self, member: Member | None, counters: RankCounters, moved: int
-    ) -> tuple[float, int, int, float]:
-        """Seconds, samples, bytes and waiting since the last look, or since the member joined."""
+    ) -> tuple[float, int, float, float | None]:
+        """Seconds, bytes and waiting since the last look, or since the member joined; and samples a second
+        since the last look: they are the rank's, of processes before this one too.
+        """
         if member is None or not member.joined_seconds:
-            return 0.0, 0, 0, 0.0
+            return 0.0, 0, 0.0, None
         rank = member.rank or 0
         now = time.monotonic()
         before = self._past.get(rank)
         self._past[rank] = _Past(member.id, now, counters.samples, moved, member.waited_seconds)
-        if before is None or before.member != member.id:
-            return member.joined_seconds, counters.samples, moved, member.waited_seconds
-        samples, bytes_ = counters.samples - before.samples, moved - before.moved
-        return now - before.seconds, samples, bytes_, member.waited_seconds - before.waited
+        if before is None:
+            return member.joined_seconds, moved, member.waited_seconds, None
+        rate = max(0, counters.samples - before.samples) / (now - before.seconds)
+        if before.member != member.id:
+            return member.joined_seconds, moved, member.waited_seconds, rate
+        return now - before.seconds, moved - before.moved, member.waited_seconds - before.waited, rate
 
 
 def _staleness(counters: RankCounters) -> float:

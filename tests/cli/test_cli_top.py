@@ -123,6 +123,27 @@ def test_a_static_straggler_shows_by_versions(shm: Path) -> None:
     assert [r["late_by_version"] for r in ranks] == ["static", ""]
 
 
+def test_what_earlier_processes_trained_is_no_rate(shm: Path) -> None:
+    from pyps.report.top import StoreTop
+
+    def rate() -> float | None:
+        return watching.look().samples_per_second
+
+    with closing(StoreTop("again")) as watching:
+        with Store.create("again", {"w": np.zeros(10)}, batches=[1000], policy=ASP()) as keeper:
+            with Store.open("again") as first:
+                first.join(0)
+                push(first)
+                assert rate() is None
+                first.leave()
+            with Store.open("again") as second:
+                second.join(0)
+                assert rate() == 0.0
+                push(second)
+                assert (rate() or 0.0) > 0.0
+            assert keeper.ranks()[0].samples == 2000
+
+
 def test_looking_is_no_event(pair: tuple[Store, Store]) -> None:
     before = pair[0].status()
     assert runner.invoke(app, ["--once"]).exit_code == 0

@@ -109,6 +109,19 @@ def test_iterations_cover_the_time_between_the_first_and_the_last_multiple(
     assert sum(times) == pytest.approx(last - first if times else 0.0, abs=1e-9)
 
 
+def test_a_gradient_that_softsync_collects_is_of_the_version_made_next() -> None:
+    """Its push ends before there is one: of each two, rank 1's makes the version."""
+    records = []
+    for k in range(6):
+        collected = record(0, k + 1, 0, 2.0 * k, admitted_at=2.0 * k + 1.5)
+        records += [collected, record(1, k + 1, k + 1, 2.0 * k, sources=2, admitted_at=2.0 * k + 1.8)]
+    assert version_times(records) == {k + 1: (2.0 * k + 2.0, B) for k in range(6)}
+    report = report_of(records)
+    assert report.iteration_seconds.median == pytest.approx(ROUND_SECONDS)
+    assert report.short_rounds == 0
+    assert [point.samples for point in report.loss] == [B * (k + 1) for k in range(6)]
+
+
 def test_skipped_and_rejected_steps_are_not_in_the_versions() -> None:
     records = [
         *rounds(2),
