@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +130,21 @@ def test_what_earlier_processes_trained_is_no_rate(shm: Path) -> None:
     def rate() -> float | None:
         return watching.look().samples_per_second
 
-    with closing(StoreTop("again")) as watching:
-        with Store.create("again", {"w": np.zeros(10)}, batches=[1000], policy=ASP()) as keeper:
-            with Store.open("again") as first:
-                first.join(0)
-                push(first)
-                assert rate() is None
-                first.leave()
-            with Store.open("again") as second:
-                second.join(0)
-                assert rate() == 0.0
-                push(second)
-                assert (rate() or 0.0) > 0.0
-            assert keeper.ranks()[0].samples == 2000
+    with (
+        closing(StoreTop("again")) as watching,
+        Store.create("again", {"w": np.zeros(10)}, batches=[1000], policy=ASP()) as keeper,
+    ):
+        with Store.open("again") as first:
+            first.join(0)
+            push(first)
+            assert rate() is None
+            first.leave()
+        with Store.open("again") as second:
+            second.join(0)
+            assert rate() == 0.0
+            push(second)
+            assert (rate() or 0.0) > 0.0
+        assert keeper.ranks()[0].samples == 2000
 
 
 def test_looking_is_no_event(pair: tuple[Store, Store]) -> None:
