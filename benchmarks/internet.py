@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from record import machine, table, write_section
+from record import machine, table, write_section, write_whole
 
 from pyps.simulate import LocalOptimizer, Logistic, Result, Scenario, scenario_of, simulate
 from pyps.store.policies import Policy, policy_named
@@ -219,6 +219,11 @@ HEAD = ["", "useful", "seconds a round", "Mbit/s on all links", "plan, s", "simu
 LEARNED = ["", "hours to the loss", "million samples", "learning rate"]
 
 
+def kept(path: Path | None) -> dict[str, list[str]]:
+    """The rows in a file, by title; none where there is no file yet."""
+    return dict(json.loads(path.read_text())) if path is not None and path.exists() else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, help="default: 1000, with --loss 100")
@@ -230,15 +235,13 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
     options = parser.parse_args()
     workers = options.workers or (100 if options.loss else 1000)
-    rows: dict[str, list[str]] = {}
-    if options.keep and options.keep.exists():
-        rows = json.loads(options.keep.read_text())
+    rows = kept(options.keep)
     for way in (WAYS[int(k)] for k in options.ways.split(",") if k):
         row = (learned if options.loss else useful)(way, workers, options.hours, options.seeds)
-        rows[way.title] = row
+        rows |= kept(options.keep) | {way.title: row}  # another process may have added its own
         print("  ".join(row), file=sys.stderr, flush=True)
         if options.keep:
-            options.keep.write_text(json.dumps(rows))
+            write_whole(options.keep, json.dumps(rows))
     in_order = [rows[way.title] for way in WAYS if way.title in rows]
     text = f"{table([LEARNED if options.loss else HEAD, *in_order])}\n\n{machine()}, {options.seeds} seeds"
     print(text)

@@ -34,7 +34,7 @@ import torch
 from local_link import HERE, Found, Setting, Way, every_step, local_steps, spread, until
 from lora_model import documentation, loss_of, make_base, model_of, trained
 from numpy.typing import NDArray
-from record import machine, others_share, table, write_section
+from record import machine, others_share, table, write_section, write_whole
 from shaped import Shaped, missing, shaped
 
 SPEEDS, EQUAL, PLANNED = (4, 1), (8, 8), (13, 3)
@@ -107,7 +107,7 @@ def measured(options: argparse.Namespace) -> dict[str, dict[str, Found]]:
                 print(f"seed {seed}, {row.title}: {rows[row.title].last:.3f}", file=sys.stderr, flush=True)
                 if options.keep:
                     plain = {s: {title: vars(one) for title, one in r.items()} for s, r in kept.items()}
-                    options.keep.write_text(json.dumps(plain))
+                    write_whole(options.keep, json.dumps(plain))
     return {seed: rows for seed, rows in kept.items() if int(seed) in options.seeds}
 
 

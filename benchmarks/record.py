@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,29 @@ def write_section(name: str, text: str, where: str = "benchmarks.md") -> None:
     _, found, after = rest.partition(end)
     if not found:
         raise SystemExit(f"{page}: the markers of section {name} are missing")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    write_whole(page, f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Entirely or not at all: who is killed meanwhile leaves what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 class Kept:
     """Figures of a long benchmark by what they are of, so that one that was cut off goes on.
 
     path: a file with a line of JSON for each, that several processes may add to; None: nothing is kept.
+    A line that a kill has cut is left out.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._found = path, dict[str, Any]()
         if path is not None and path.exists():
-            self._found = dict(json.loads(line) for line in path.read_text().splitlines())
+            for line in path.read_text().splitlines():
+                with suppress(ValueError):
+                    self._found.update([json.loads(line)])
 
     def get(self, what: str) -> Any:
         """The figures of this; None: there are none yet."""
@@ -119,4 +129,4 @@ class Kept:
         self._found[what] = figures
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps([what, figures]) + "\n")
+                file.write(f"\n{json.dumps([what, figures])}\n")  # not behind a line that was cut

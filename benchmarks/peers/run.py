@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ.setdefault("PACES", "1,1.4,2,2.9")
 import rank as ranks  # noqa: E402
-from record import company, machine, table, write_section  # noqa: E402
+from record import company, machine, table, write_section, write_whole  # noqa: E402
 
 PAGE, PACES = "peers.md", [float(x) for x in os.environ["PACES"].split(",")]
 TARGET, KILLED, STEPS_AFTER = 0.1, len(PACES) - 1, 20
@@ -264,7 +264,7 @@ def main() -> int:
         found[key] = measured(way, options.limit)
         print(key, found[key], file=sys.stderr, flush=True)
         if options.keep:
-            options.keep.write_text(json.dumps({k: asdict(one) for k, one in found.items()}))
+            write_whole(options.keep, json.dumps({k: asdict(one) for k, one in found.items()}))
     text = text_of({key: found[key] for key in WAYS if key in found}, others)
     print(text)
     if options.docs:
