@@ -213,7 +213,7 @@ def _tune(job: Job, target: float, seeds: Sequence[int]) -> Tuned:
     while tuned(here) == math.inf and here < LAST:
         here += 2
     for step in (2, 1):
-        while (near := min((here - step, here + step), key=tuned)) and tuned(near) < tuned(here):
+        while tuned(near := min((here - step, here + step), key=tuned)) < tuned(here):
             here = near
     limit = 10 * min(LIMIT, tuned(here))
     found = [min(limit, seconds(job, target, here, seed, limit)) for seed in seeds]
