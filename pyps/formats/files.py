@@ -71,6 +71,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise InputError(str(path), "", "something that is not a plain file", "a file name to write to")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # of a killed process: in a container pids come again
         with open(temporary, "xb", opener=_writable_by_owner) as file:
             file.write(data)
             file.flush()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Self
 
@@ -30,14 +31,14 @@ class Before:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._records: set[str] | None = None  # until the new start has trained
+        self._sizes: dict[str, int] | None = None  # of the records, until the new start has trained
 
     def __enter__(self) -> Self:
         run_dir, temporary = self._run_dir, self._run_dir / f"{BEFORE}.new"
-        self._records = {path.name for path in run_dir.glob(RECORDS)}
+        self._sizes = dict.fromkeys(self._record_sizes(), sys.maxsize)  # a late worker may write
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        for name in (*self._records, *REPLACED):
+        for name in (*self._sizes, *REPLACED):
             if (run_dir / name).exists():
                 _link(run_dir / name, temporary / name)
         for name in WRITTEN:
@@ -46,17 +47,25 @@ class Before:
         os.rename(temporary, run_dir / BEFORE)
         return self
 
+    def begin(self) -> None:
+        """The folder is ready: what its records hold now is of earlier parts."""
+        self._sizes = self._record_sizes()
+
+    def _record_sizes(self) -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in self._run_dir.glob(RECORDS)}
+
     def look(self) -> None:
-        """Once the new start has trained a step, its files stay."""
-        if self._records is not None:
-            new = (path for path in self._run_dir.glob(RECORDS) if path.name not in self._records)
-            if any(path.stat().st_size for path in new):
-                self._records = None
-                _remove(self._run_dir)
+        """Once the new start has trained a step, its files stay. In a container its workers may have the pids
+        of earlier ones, and so their files.
+        """
+        before = self._sizes
+        if before is not None and any(n > before.get(name, 0) for name, n in self._record_sizes().items()):
+            self._sizes = None
+            _remove(self._run_dir)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.look()
-        if self._records is None or kind is None:
+        if self._sizes is None or kind is None:
             _remove(self._run_dir)
             return
         put_back(self._run_dir)

@@ -87,6 +87,8 @@ def run_prepared(
         before = stack.enter_context(Before(spec.run_dir)) if spec.resumed.run_dir is not None else None
         undone = write_setup(spec) - spec.resumed.version
         log.read_again()
+        if before is not None:
+            before.begin()
         if begins_anew and on_notice is not None and (notice := _where_it_goes_on(spec, undone)):
             on_notice(notice)
         if options.resume is not None:

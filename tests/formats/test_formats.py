@@ -305,6 +305,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         write_json(tmp_path, PLAN)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["plan.json"]
+    (tmp_path / f".plan.json.{os.getpid()}.tmp").touch()  # of a killed process that had this pid
+    write_json(path, PLAN)
+    assert os.listdir(tmp_path) == ["plan.json"]
 
 
 def test_schemas_are_published_for_every_format() -> None:

@@ -31,9 +31,10 @@ from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
 from pyps.formats.files import write_lines
 from pyps.formats.plan import check_plan
-from pyps.formats.records import RecordWriter, drop_undone, read_run
+from pyps.formats.records import RecordWriter, drop_undone, read_run, record_path
 from pyps.native.status import Status
 from pyps.run import run
+from pyps.run.before import Before
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.launcher import TrainingFailed
 from pyps.run.main import run_prepared
@@ -315,3 +316,26 @@ def test_a_checkpoints_plan_has_the_batches_in_force() -> None:
     assert [worker.batch for worker in moved.workers] == [6, 2, 0]
     check_plan("moved", moved)
     assert with_split(plan, (5, 3)) == with_split(plan, (8, 3)) == plan
+
+
+def test_workers_with_the_pids_of_earlier_ones_have_trained_too(tmp_path: Path) -> None:
+    """As in a container, where each start counts from 1: their records are in files that were there."""
+    path, record = record_path(tmp_path, 0, 7), make_record(0, 1, 4, [("compute", 0.0, 1.0)])
+    write_lines(path, [record, record])
+
+    def start(trains: bool) -> None:
+        with Before(tmp_path) as before:
+            write_lines(path, [record])  # the other is undone
+            before.begin()
+            if trains:
+                with RecordWriter(path) as writer:
+                    writer.write(msgspec.structs.replace(record, step=2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(trains=False)
+    assert [one.step for one in read_run(tmp_path)] == [1, 1]
+    with pytest.raises(KeyboardInterrupt):
+        start(trains=True)
+    assert [one.step for one in read_run(tmp_path)] == [1, 2]
+    assert os.listdir(tmp_path) == [path.name]
