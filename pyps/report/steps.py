@@ -193,13 +193,14 @@ def distribution(values: Sequence[float]) -> Distribution:
 
 
 def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records without each process's wait before its first step, which is start-up and not training."""
+    """The records without each process's wait before its first step, which is start-up and not training; by
+    rank, in the order of time. A process may have the pid of an earlier one.
+    """
     seen: set[tuple[int, int]] = set()
     kept = []
-    for r in sorted(records, key=attrgetter("rank", "pid", "step")):
-        is_first = (r.rank, r.pid) not in seen
-        if is_first:
-            seen.add((r.rank, r.pid))
+    for r in sorted(records, key=lambda r: (r.rank, r.spans[0][1] if r.spans else 0.0)):
+        is_first = r.step == 1 or (r.rank, r.pid) not in seen
+        seen.add((r.rank, r.pid))
         if is_first and r.spans and r.spans[0][0] == "wait":
             r = replace(r, spans=r.spans[1:])
         kept.append(r)

@@ -14,6 +14,7 @@ from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import RunEvent
+from pyps.formats.mode import WorkerMode
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span, StepRecord
 from pyps.formats.setup import RankSetup
@@ -175,6 +176,19 @@ def test_waiting_for_all_to_join_is_not_idleness() -> None:
     late = [record(0, 1, 1, 0.0, spans=[("wait", -30.0, 0.0), ("compute", 0.0, 2.0)])]
     assert without_startup_wait(late)[0].spans == [("compute", 0.0, 2.0)]
     assert report_of(late).idle_share == 0.0
+
+
+def test_a_later_process_may_have_a_smaller_pid_or_the_same() -> None:
+    """After a reboot, or in a container. Each waits for the others before its first step."""
+    wide, narrow = WorkerMode(), WorkerMode(push_codec="int8")
+    records = [record(0, 1, 1, 0.0, mode=wide, pid=9), record(0, 2, 2, 2.0, mode=narrow, pid=9)]
+    for k, pid in enumerate((4, 9)):
+        begin = 30.0 * (k + 1)
+        spans: list[Span] = [("wait", begin - 20.0, begin), ("compute", begin, begin + 2.0)]
+        records.append(record(0, 1, 3 + k, begin, mode=narrow, pid=pid, spans=spans))
+    report = report_of(records[::-1])
+    assert report.idle_share == pytest.approx(0.3 / 8.0)
+    assert [line.partition(":")[0] for line in report.replans] == ["rank 0's transfers from step 2"]
 
 
 def test_the_stores_counters_go_before_the_records() -> None:
