@@ -15,7 +15,7 @@ from pyps.report.sections import Section, sections
 from pyps.report.steps import Distribution
 
 OUTCOMES = {"finished": "good", "interrupted": "warn", "failed": "bad", "unfinished": "warn"}
-SHOWN_EVENTS = ("died", "left", "restarted", "replanned", "checkpoint", "resumed", "ended")
+SHOWN_EVENTS = ("died", "left", "restarted", "replanned", "checkpoint", "resumed", "undone", "ended")
 MOST_EVENTS = 200
 MOST_FILES = 200
 LITTLE = 0.1  # of the ranks' time: below, training is limited by compute
@@ -120,6 +120,8 @@ def _events(run: RunData) -> str:
 
 def _event(event: RunEvent, origin: float) -> str:
     detail = event.detail if event.version is None else f"version {event.version} {event.detail}"
+    if event.pushes is not None:
+        detail = f"back at version {event.version}, without {event.pushes:,} pushes after it"
     rank = "" if event.rank is None else event.rank
     seconds = f"{event.monotonic_seconds - origin:,.1f}"
     cells = f'<td>{seconds}</td><td>{rank}</td><td class="text">{_text(event.kind)}</td>'

@@ -72,6 +72,7 @@ def make_run(folder: Path, records: list[StepRecord], setup: RunSetup | None = N
     events = [
         RunEvent("started", CLOCK - 1.0, 1.7e9, 0, 100),
         RunEvent("died", CLOCK + 1.0, 1.7e9 + 2.0, 1, 101, detail="killed by <SIGKILL>"),
+        RunEvent("undone", CLOCK + 2.0, 1.7e9 + 3.0, version=40, pushes=1234),
         RunEvent("ended", last, 1.7e9 + last - CLOCK + 1.0, detail="finished"),
     ]
     (folder / "run.jsonl").write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in events))
@@ -120,6 +121,8 @@ def test_sections_findings_and_links(folder: Path) -> None:
     assert "Rank 1 (slow &amp; &lt;old&gt;) was absent for 4." in page
     assert re.search(r"3\d of 100 rounds had fewer samples than the global batch of 10", page)
     assert "killed by &lt;SIGKILL&gt;" in page
+    assert ">undone<" in page
+    assert "back at version 40, without 1,234 pushes after it" in page
     assert "<old>" not in page
     assert not re.search(r"https?://", page)
 
