@@ -1,10 +1,10 @@
 """A worker's steps over a bus, on a device that is emulated: python benchmarks/bus.py [--docs].
 
-The device computes by sleeping, so that the processor is free as a GPU's host is; its memory is the host's,
-and a thread each way copies as fast as the bus. The worker has the threads that `pyps run` gives it: all.
-Bounds: a serial step takes its compute and 1.2 times what gradients and parameters take on the bus; a step of
-a pipeline 1.05 times the longer of compute and the transfer at the store, which it records. Rounds are
-interleaved; medians with range.
+The device computes by sleeping, so that the processor is free as a GPU's host is, and within a step it waits for
+no host; its memory is the host's, and a thread each way copies as fast as the bus. The worker has the threads that
+`pyps run` gives it: all. Bounds: a serial step takes its compute and 1.2 times what gradients and parameters take
+on the bus; a step of a pipeline 1.05 times the longer of compute and the transfer at the store, which it
+records. Rounds are interleaved; medians with range.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 
 import pyps
 from pyps.formats.records import read_run
+from pyps.profiler.throttle import sleep_until
 from pyps.run.spec import cores
 from pyps.worker import binding
 from pyps.worker.bus import Emulated
@@ -34,38 +35,56 @@ TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 SERIAL, PIPELINED = 1.2, 1.05  # the bounds
 
 
+class Device:
+    """Computes one layer after another: within a step its host has given it all of them in time."""
+
+    def __init__(self) -> None:
+        self._free_at = 0  # by the monotonic clock, in ns
+
+    def begin(self) -> None:
+        """A step begins, no earlier than now."""
+        self._free_at = max(self._free_at, time.monotonic_ns())
+
+    def compute(self, seconds: float) -> None:
+        self._free_at += round(1e9 * seconds)
+        sleep_until(self._free_at)
+
+
 class Computed(torch.autograd.Function):
     """Takes its time, and has the same gradient each time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float
-    ) -> Any:
-        ctx.gradient, ctx.seconds = gradient, seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Layer) -> Any:
+        ctx.layer = layer
+        layer.device.compute(layer.seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return outputs[0], ctx.gradient.view_as(ctx.gradient).detach(), None, None
+        layer = ctx.layer
+        layer.device.compute(2 * layer.seconds)
+        return outputs[0], layer.gradient.view_as(layer.gradient).detach(), None
 
 
 class Layer(nn.Module):
     """One of `parameters`, whose forward takes `seconds` and its backward twice as long."""
 
-    def __init__(self, parameters: int, seconds: float, kind: torch.dtype) -> None:
+    def __init__(self, device: Device, parameters: int, seconds: float, kind: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(parameters, dtype=kind))
-        self.gradient, self.seconds = torch.randn(parameters).to(kind), seconds
+        self.device, self.gradient, self.seconds = device, torch.randn(parameters).to(kind), seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Computed.apply(x, self.weight, self.gradient, self.seconds)
+        found: torch.Tensor = Computed.apply(x, self.weight, self)
         return found
 
 
 def network(parameters: int, compute: float, kind: torch.dtype) -> nn.Module:
-    return nn.Sequential(*(Layer(parameters // LAYERS, compute / 3 / LAYERS, kind) for _ in range(LAYERS)))
+    device = Device()
+    layers = (Layer(device, parameters // LAYERS, compute / 3 / LAYERS, kind) for _ in range(LAYERS))
+    model = nn.Sequential(*layers)
+    model.register_forward_pre_hook(lambda *_: device.begin())
+    return model
 
 
 def alone(model: nn.Module, steps: int) -> list[float]:
