@@ -1,10 +1,10 @@
 """A worker's steps over a bus, on a device that is emulated: python benchmarks/bus.py [--docs].
 
-The device computes by sleeping, so that the processor is free as a GPU's host is, and within a step it waits for
-no host; its memory is the host's, and a thread each way copies as fast as the bus. The worker has the threads that
-`pyps run` gives it: all. Bounds: a serial step takes its compute and 1.2 times what gradients and parameters take
-on the bus; a step of a pipeline 1.05 times the longer of compute and the transfer at the store, which it
-records. Rounds are interleaved; medians with range.
+The device computes by sleeping, so that the processor is free as a GPU's host is, and within a step it
+waits for no host; its memory is the host's, and a thread each way copies as fast as the bus. The worker has
+the threads that `pyps run` gives it: all. Bounds: a serial step takes its compute and 1.2 times what
+gradients and parameters take on the bus; a step of a pipeline 1.05 times the longer of compute and the
+transfer at the store, which it records. Rounds are interleaved; medians with range.
 """
 
 from __future__ import annotations
