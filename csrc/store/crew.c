@@ -25,6 +25,7 @@ struct hand {
     pyps_store store;
     struct crew *crew;
     pthread_t thread;
+    uint32_t heard; /* calls that it has done with, or that were before it came */
 };
 
 struct crew {
@@ -76,8 +77,8 @@ int crew_work(pyps_store *s, uint32_t chunks, crew_job *job, const void *what) {
 static void *serve(void *argument) {
     struct hand *hand = argument;
     struct crew *crew = hand->crew;
-    for (uint32_t heard = 0;; heard++) {
-        while (load32_acquire(&crew->bell) == heard) wait_on_word(&crew->bell, heard, UINT64_MAX);
+    for (;; hand->heard++) {
+        while (load32_acquire(&crew->bell) == hand->heard) wait_on_word(&crew->bell, hand->heard, UINT64_MAX);
         if (!crew->job) return NULL;
         hand->store.hands = crew->count + 1;
         if (crew->job(&hand->store, &crew->next, crew->what)) store32_release(&crew->failed, 1);
@@ -107,24 +108,25 @@ static void forget(struct hand *hand) {
     pyps_store *h = &hand->store;
     handle_unlist(h);
     file_close(h->fd, h->file);
-    free(h->sources), free(h->chunk_floats), free(hand);
+    free(h->sources), free(h->next), free(h->chunk_floats), free(hand);
 }
 
 static struct hand *new_hand(pyps_store *s) {
     struct hand *hand = malloc(sizeof *hand);
     if (!hand) return NULL;
-    *hand = (struct hand){.store = *s, .crew = s->crew};
+    *hand = (struct hand){.store = *s, .crew = s->crew, .heard = load32_acquire(&s->crew->bell)};
     pyps_store *h = &hand->store;
     h->helps = s, h->crew = NULL, h->chunk_floats = NULL, h->begun = NULL, h->reading = NULL;
     h->slot = h->private_view = h->private_buffer = h->reclaims = NONE;
     h->ticket.number = h->norm_ticket = 0, h->journal = -1;
     for (size_t i = 0; i < sizeof h->free_cache / sizeof *h->free_cache; i++) h->free_cache[i] = NONE;
     h->sources = calloc(s->geometry.max_participants, sizeof *h->sources);
+    h->next = malloc(view_bytes(s->geometry.max_participants, s->geometry.staging_buffers));
     segment_hold_forks();
     h->fd = open_again(s);
     if (h->fd >= 0) handle_list(h);
     segment_release_forks();
-    if (h->sources && h->fd >= 0) return hand;
+    if (h->sources && h->next && h->fd >= 0) return hand;
     forget(hand);
     return NULL;
 }

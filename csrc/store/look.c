@@ -52,15 +52,11 @@ const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer) {
 }
 
 int lookahead_set(pyps_store *s) {
-    uint64_t word;
     s->lookahead = 0;
     if (s->role != PYPS_WORKER || !kernels_chosen()->look[s->geometry.optimizer]) return PYPS_OK;
-    const struct view *v = view_pin(s, &word);
-    if (!v) return PYPS_ECORRUPT;
-    bool valid = view_valid(v, s->expected);
-    if (valid) s->lookahead = view_lookahead(v, s->slot);
-    view_unpin(s);
-    return valid ? PYPS_OK : fail(PYPS_ECORRUPT, "the view is damaged");
+    int rc = view_copy(s, s->next);
+    if (!rc) s->lookahead = view_lookahead(s->next, s->slot);
+    return rc;
 }
 
 /* How to write a chunk's parameters as they will be; false: it is pulled as it is. */

@@ -121,7 +121,7 @@ void view_wait(pyps_store *s, uint32_t seen, uint64_t nanoseconds) {
     FAILPOINT("wait.slept");
 }
 
-/* A buffer gets its memory when it is first needed: the most are for participants that stop at the worst moment. */
+/* A buffer gets its memory when it is first needed: a participant that waits keeps one, one that stops maybe two. */
 static int view_buffer_allocate(pyps_store *s, uint32_t buffer) {
     if (buffer < s->layout.views_allocated) return PYPS_OK;
     return segment_allocate(s, s->layout.views + buffer * s->layout.view_stride, s->layout.view_stride);
@@ -162,7 +162,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         uint64_t word;
         int rc = view_buffer_claim(s);
         if (rc) return rc;
-        struct view *next = view_at(s, s->private_view);
+        struct view *next = s->next;
         if ((rc = copy_pinned(s, next, &word))) return rc;
         e->now = wait_now_nanoseconds(); /* after every time in that view */
         *verdict = view_step(next, e, out);
@@ -170,6 +170,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
             journal_event(s, e, out, *verdict, next);
             return out->code;
         }
+        memcpy(view_at(s, s->private_view), next, view_used_bytes(next));
         FAILPOINT("view.decided");
         if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
         FAILPOINT("view.committed");
