@@ -95,7 +95,7 @@ enum {
  *   PYPS_ETIMEDOUT    see *result:
  *     admitted_nanoseconds is 0      the caller's         yes, with the same arguments: it waited for its turn
  *     admitted_nanoseconds is not    the store's until    yes, with the same `staging`: that waits on for the round
- *                                    the round closes     and stages nothing twice. Or leave: the gradient counts
+ *                                    the round closes     and stages nothing twice. Or leave, or start: it counts
  *   PYPS_EINTR        as PYPS_ETIMEDOUT
  *   PYPS_EFULL        as PYPS_ETIMEDOUT                   yes, when stopped processes have gone on or have ended
  *   PYPS_EFALSELOOK   counts, but    the store's          no: the caller has a fault. Start again
@@ -206,7 +206,8 @@ typedef struct {
     uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
     uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
     uint32_t encoded; /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
-                                averaged tensors are in the staging buffer */
+                                averaged tensors are in the staging buffer. Codes that are not finite are refused,
+                                whatever `nonfinite` says: halves are read for that, but where `looked` covers them */
     uint32_t reserved;
     const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
                                  computed on */
@@ -227,11 +228,11 @@ typedef struct {
     const struct pyps_ticket *as;
     /* [looked_count] parts of the flat vector, in ascending order and apart, where the caller has found every gradient in
      * the staging buffer to be finite: by pyps_finite while it was in cache, or on its device. A push that is to refuse
-     * what is not finite reads the rest alone. It needs no saying, and is not read, where a gradient is copied, encoded or of
-     * ranges, where its norm is summed before it is admitted, and of averaged tensors. Policies whose pushes wait for no
+     * what is not finite reads the rest alone. It needs no saying, and is not read, where a gradient is copied, encoded here
+     * or of ranges, where its norm is summed before it is admitted, and of averaged tensors. Policies whose pushes wait for no
      * round that they go into do not read it either. The optimizer's step notices where it was wrong. Then a block that is
      * not finite counts as zeros, as under PYPS_NONFINITE_SKIP, for every participant alike, and the push returns
-     * PYPS_EFALSELOOK after all. NULL: none. */
+     * PYPS_EFALSELOOK after all; but not of halves that came encoded. NULL: none. */
     const pyps_range *looked;
     uint64_t looked_count;
 } pyps_push_args;

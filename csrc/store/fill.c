@@ -66,8 +66,10 @@ static int fill_codes(pyps_store *s, const pyps_push_args *a, struct event *e, p
         staging_header(s, s->slot, a->staging)->scale = 1.0f; /* the codes hold the scaled gradient */
         return staging_encode(s, a, e, out);
     }
-    if (codec_scales_finite(staging_scales(s, s->slot, a->staging, a->codec), scales)) return PYPS_OK;
-    return fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
+    if (!codec_scales_finite(staging_scales(s, s->slot, a->staging, a->codec), scales))
+        return fail(PYPS_ENONFINITE, "push: staging %u: found a scale that is not finite", a->staging);
+    const struct unseen unseen = {.looked = a->looked, .looked_count = a->looked_count};
+    return scales ? PYPS_OK : finite_check_halves(s, a->staging, a->codec, &unseen);
 }
 
 static int fill_floats(pyps_store *s, const pyps_push_args *a) {

@@ -93,6 +93,20 @@ int finite_check_ranges(const pyps_store *s, const float *values, bool packed, c
     return rc;
 }
 
+int finite_check_halves(const pyps_store *s, uint32_t staging, uint32_t codec, const struct unseen *unseen) {
+    for (uint32_t chunk = 0; chunk < s->geometry.chunks && !s->chunks[chunk].averaged; chunk++) {
+        uint64_t at = (uint64_t)chunk * s->geometry.chunk_params, end = at + s->chunks[chunk].length;
+        if (chunk_is_seen(s, unseen, chunk)) continue;
+        for (uint64_t count; at < end; at += count) {
+            float block[BLOCK];
+            count = end - at < BLOCK ? end - at : BLOCK;
+            int rc = check_run(s, staging_gradient(s, s->slot, staging, codec, at, count, block), at, count);
+            if (rc) return rc;
+        }
+    }
+    return PYPS_OK;
+}
+
 int pyps_finite(const float *values, uint64_t count) {
     int rc = count ? given(values) : PYPS_OK;
     if (rc || kernels_chosen()->finite(values, count)) return rc;

@@ -6,9 +6,9 @@
  *
  *   in the handle
  *     staging_taken     set by stage; cleared at the end of its push, and by staging_abandon
- *     in_round          a push waits for the round with round_staging; until finish_round or staging_abandon
- *     parked            it waits in a round but no call waits for that round (softsync, or an abandoned
- *                       push); until release_parked finds that the view says otherwise
+ *     in_round          a push waits for the round with round_staging; until finish_round or staging_park
+ *     parked            it waits in a round but no call waits for that round (softsync, or a push given up
+ *                       by start or abandon); until release_parked finds that the view says otherwise
  *     staging_ticket    its last ticket: by push, finish_round and release_parked; at a join from the view
  *     complete_version  by chunks_follow; never goes back
  *   in the view
@@ -30,6 +30,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     rc = view_commit_waiting(s, &e, PYPS_WAITS_START, store_deadline(s, timeout_seconds), &outcome, &waited);
     if (rc == PYPS_EEND) return fail(rc, "every sample has been assigned and accounted for");
     if (rc) return rc;
+    staging_park(s); /* had a push timed out in a round, that has closed: no step starts before */
     *out = outcome.claim;
     out->wait_nanoseconds = waited;
     s->claimed_at = wait_now_nanoseconds();
@@ -133,7 +134,8 @@ static bool hyper_is_finite(const pyps_hyper *h) {
 }
 
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
-    if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging])
+    if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging] ||
+        s->parked >> a->staging & 1)
         return fail(PYPS_EINVAL, "push: staging: found %u; expected one that pyps_stage returned",
                     a->staging);
     if (s->in_round && a->staging != s->round_staging)

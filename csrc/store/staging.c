@@ -84,10 +84,14 @@ int staging_check(pyps_store *s, uint32_t staging) {
 }
 
 /* A push that timed out in a round stays there until the round closes; no call waits for it any more. */
-void staging_abandon(pyps_store *s) {
-    s->own.ticket = 0; /* a gradient given up may lie there in part */
+void staging_park(pyps_store *s) {
     if (s->in_round) s->parked |= 1u << s->round_staging;
     s->in_round = false;
+}
+
+void staging_abandon(pyps_store *s) {
+    s->own.ticket = 0; /* a gradient given up may lie there in part */
+    staging_park(s);
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++)
         s->staging_taken[staging] = s->parked >> staging & 1;
 }

@@ -404,6 +404,8 @@ void staging_forget_memory(pyps_store *s); /* the handle knows of none any more 
 void staging_give_back(pyps_store *s);     /* all but headers, of buffers that no process reads */
 /* Gives up the current step: takes back every staging buffer but those that wait in a round. */
 void staging_abandon(pyps_store *s);
+/* Of a push that timed out in a round: no call will wait for that round. */
+void staging_park(pyps_store *s);
 
 /* encoded.c */
 /* Encodes one chunk, whose parameters are `values`; everything else in `flat` is of the whole vector. */
@@ -476,6 +478,8 @@ int finite_check(pyps_store *s, const struct unseen *unseen, float *to);
 /* The same of ranges, which lie at their places, or packed one after the other. */
 int finite_check_ranges(const pyps_store *s, const float *values, bool packed, const pyps_range *ranges,
                         uint64_t count);
+/* The same of codes that have no scales: halves, which may be NaN themselves. Chunks seen whole are not read. */
+int finite_check_halves(const pyps_store *s, uint32_t staging, uint32_t codec, const struct unseen *unseen);
 
 /* fill.c */
 /* Writes all that apply reads into the staging buffer. Nothing has happened until `e` is committed. */
