@@ -8,6 +8,7 @@
 #ifndef PYPS_KERNELS_H
 #define PYPS_KERNELS_H
 
+#include <fenv.h>
 #include <stddef.h>
 
 #include "kernels/codec.h"
@@ -99,6 +100,16 @@ extern const struct kernels kernels_neon;
 /* The table in use: that of PYPS_ISA=scalar|avx2|avx512|neon if this processor has it, else its best one.
  * Chosen once. */
 const struct kernels *kernels_chosen(void);
+
+/* The floating-point mode of a thread is its program's: it may flush the smallest numbers to zero. What all participants
+ * compute alike they compute in the default one, between these two. */
+static inline fenv_t kernels_enter(void) {
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    return callers;
+}
+static inline void kernels_leave(const fenv_t *callers) { fesetenv(callers); }
 
 /* How many state vectors an optimizer keeps; 0 for an unknown one; callers check that before. */
 unsigned kernels_states(unsigned optimizer);

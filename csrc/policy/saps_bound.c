@@ -80,13 +80,13 @@ static void sort_by_speed(struct view *v, uint32_t count) {
     }
 }
 
-/* The ranks with a worker whose time is known at all come first. Returns how many there are. */
+/* The ranks with samples and a worker whose time is known at all come first. Returns how many there are. */
 static uint32_t find_times(struct view *v, uint64_t now) {
     uint32_t count = 0;
     uint64_t samples = 0;
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
-        if (!rank->slot_plus_1) continue;
+        if (!rank->slot_plus_1 || !rank->total.batch) continue;
         saps_rank(rank)->claim_seconds = seconds_of(v, rank, now);
         if (!(saps_rank(rank)->claim_seconds > 0)) continue;
         saps_rank(view_rank(v, count++))->by_speed = r;
@@ -119,7 +119,7 @@ static double mean_weight(const struct view *v, uint32_t count) {
         double late = delay(v, rank) * longer(rank) * rho - own;
         sum += rate(v, rank) * saps_weight(late, saps_limit(v)->limit);
     }
-    return sum / rho;
+    return rho > 0 ? sum / rho : 1; /* no time is known */
 }
 
 void saps_set_bound(struct view *v, uint64_t now) {

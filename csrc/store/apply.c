@@ -145,6 +145,7 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
 
     next.steps = next.before + (ticket->before + (double)ticket->part);
     if (!s->chunks[chunk].averaged) next.hyper = ticket_constants(s)->hyper[s->chunks[chunk].group];
+    const fenv_t callers = kernels_enter();
     struct chunk_step c = chunk_step(s, chunk, old, &next);
     uint64_t done = at;
     for (struct run run; ticket_next_run(s, done, at + length, &run); done = run.end) {
@@ -152,6 +153,7 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
         step_run(s, &c, run);
     }
     keep(s, &c, done, at + length);
+    kernels_leave(&callers);
     *buffer_header(s, s->private_buffer) = next;
     if (!c.exchanged) return;
     if (!c.streams) chunk_look(s, chunk, s->private_buffer, s->stream_to);

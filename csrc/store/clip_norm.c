@@ -37,12 +37,14 @@ static double sum_of_word(uint64_t word) {
 static double sum_chunk(const pyps_store *s, uint32_t chunk) {
     uint64_t at = (uint64_t)chunk * s->geometry.chunk_params, end = at + s->chunks[chunk].length;
     double sum = 0;
+    const fenv_t callers = kernels_enter();
     for (struct run run; ticket_next_run(s, at, end, &run); at = run.end)
         for (uint64_t from = run.first; from < run.end; from += BLOCK) {
             float block[BLOCK];
             uint64_t count = run.end - from < BLOCK ? run.end - from : BLOCK;
             sum += kernels_chosen()->square_sum(ticket_gradient(s, from, count, block), count);
         }
+    kernels_leave(&callers);
     return sum;
 }
 

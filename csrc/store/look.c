@@ -79,6 +79,7 @@ static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uin
     uint32_t codec = s->own.ticket ? staging_codec(s, slot, staging) : PYPS_F32;
     uint32_t first = (uint32_t)(at % s->geometry.chunk_params);
     bool whole = codec == PYPS_F32 && !chunk_has_halves(s, chunk);
+    const fenv_t callers = kernels_enter();
     size_t length = l.length;
     const pyps_hyper *pushed = &staging_header(s, slot, staging)->hyper[s->chunks[chunk].group];
     l.scale = s->own.scale, l.clip = pushed->clip > 0 ? pushed->clip : INFINITY;
@@ -95,6 +96,7 @@ static void look_along(const pyps_store *s, uint32_t chunk, uint32_t buffer, uin
         l.to += l.length;
         for (uint32_t vector = 1; vector <= s->layout.states; vector++) l.from[vector] += l.length;
     }
+    kernels_leave(&callers);
 }
 
 void chunk_look(const pyps_store *s, uint32_t chunk, uint32_t buffer, float *flat) {

@@ -151,28 +151,31 @@ static void release_slot(pyps_store *s) {
     reset_membership(s);
 }
 
-/* PYPS_OK: it is locked and taken over. */
+/* PYPS_OK: it is locked and taken over. TRY_AGAIN: another one may do. */
 static int try_slot(pyps_store *s, uint32_t slot, enum purpose purpose, int rank, const struct pass *pass) {
-    if (!pass->fresh && !slot_has_spares(s, slot)) return PYPS_EFULL;
-    if (slot_lock(s, slot)) return PYPS_EFULL;
+    if (!pass->fresh && !slot_has_spares(s, slot)) return TRY_AGAIN;
+    int rc = slot_lock(s, slot);
+    if (rc) return rc == PYPS_EBUSY ? TRY_AGAIN : rc;
     reset_membership(s);
     s->slot = slot;
-    int rc = take_over(s, purpose, rank, pass->taste);
+    rc = take_over(s, purpose, rank, pass->taste);
     if (rc) release_slot(s);
     return rc;
 }
 
 /* Tries every slot that no live participant has: those with memory before fresh ones, so that a restart needs no
  * more of it; that with this rank's residual (-1: no rank) before others, and those with another rank's last.
- * PYPS_EBUSY: the staging buffers of one are still needed. PYPS_ENOSPC: there is no memory for the others. */
+ * PYPS_EBUSY: the staging buffers of one are still needed. PYPS_ENOSPC, PYPS_EFULL: the others lack memory. TRY_AGAIN:
+ * all are in use. */
 static int try_slots(pyps_store *s, enum purpose purpose, int rank) {
-    int result = PYPS_EFULL;
+    int result = TRY_AGAIN;
     for (size_t p = 0; p < sizeof passes / sizeof *passes; p++)
         for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
             bool lacks = result == PYPS_ENOSPC && !slot_has_spares(s, slot);
-            int rc = lacks ? PYPS_EFULL : try_slot(s, slot, purpose, rank, &passes[p]);
-            if (!rc || (rc != PYPS_EBUSY && rc != PYPS_ENOSPC && rc != PYPS_EFULL)) return rc;
-            if (rc == PYPS_ENOSPC || (rc == PYPS_EBUSY && result == PYPS_EFULL)) result = rc;
+            int rc = lacks ? TRY_AGAIN : try_slot(s, slot, purpose, rank, &passes[p]);
+            bool lacking = rc == PYPS_ENOSPC || rc == PYPS_EFULL;
+            if (!lacking && rc != PYPS_EBUSY && rc != TRY_AGAIN) return rc;
+            if (lacking || (rc == PYPS_EBUSY && result == TRY_AGAIN)) result = rc;
         }
     return result;
 }
@@ -189,10 +192,10 @@ static int find_slot(pyps_store *s, enum purpose purpose, int rank) {
     if (rc == PYPS_EBUSY)
         return fail(
             PYPS_EFULL,
-            "max_participants: of %u slots the free ones hold gradients that wait for their round; join "
-            "again when it has closed",
+            "max_participants: of %u slots the free ones hold gradients that are still read or wait for their "
+            "round; join again when it has closed",
             s->geometry.max_participants);
-    if (rc != PYPS_EFULL) return rc;
+    if (rc != TRY_AGAIN) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }
 

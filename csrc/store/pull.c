@@ -124,9 +124,11 @@ int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes,
     uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
     if (!rc) rc = given(version_out);
-    if (rc ||
-        (rc = codec_check_data("pull", codec, s->trained, data, bytes < averaged ? 0 : bytes - averaged)) ||
-        (rc = round_complete(s)) || (rc = lookahead_set(s)))
+    if (!rc && bytes < averaged)
+        rc = fail(PYPS_EINVAL, "pull: bytes: found %lu; expected at least %lu, of averaged tensors", bytes,
+                  averaged);
+    if (rc || (rc = codec_check_data("pull", codec, s->trained, data, bytes - averaged)) ||
+        (rc = given(data)) || (rc = round_complete(s)) || (rc = lookahead_set(s)))
         return rc;
     struct encoding flat = {.codec = codec, .scale = 1.0f, .codes = data};
     flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, s->trained));

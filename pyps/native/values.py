@@ -278,7 +278,8 @@ class PushRequest:
     values one after the other. None: all of it. tag: the sender's name of this push, which its ticket tells.
     looked: the parts of the flat vector (pyps.native.ranges) where the gradient in the staging buffer is
     known to be finite, so that the core need not read them once more; FalseLook if one is not. None: none.
-    A store on this machine reads it where `encoding` is fp32 and refuses what is not finite, and of halves that are given as codes.
+    A store on this machine reads it where `encoding` is fp32 and refuses what is not finite, and of halves
+    that are given as codes.
     given: of a store that holds a part of a model: the ticket that the store which decides gave this
     gradient; its scale, share and part are taken.
     """

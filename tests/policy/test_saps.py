@@ -313,3 +313,20 @@ def test_late_gradients_count_as_much_as_there_is_noise(noise: float, least: int
             whole = max(push(k) for k in range(10))
         late = push(10) / whole
     assert least - 0.01 < 90 * late < most + 0.01
+
+
+@pytest.mark.parametrize("policy", [SaPS(), SaPS(noise=0.0)])
+def test_no_known_time_weighs_no_gradient(policy: SaPS) -> None:
+    """Of a rank whose samples others get while it computes, and of a step that takes no time."""
+    resting = Drive(policy, [4, 4])
+    resting.start(0)
+    resting.core.replan(resting.now, [0, 8])
+    resting.push(0)
+    assert resting.pushes[-1][2] == 1.0
+    resting.start(1)
+    resting.push(1)
+    assert resting.pushes[-1][2] == 1.0
+    instant = Drive(policy, [4])
+    for kind, values in ((EventKind.START, {}), (EventKind.PULL, {"version": 0})):
+        instant.core.step(kind, 0, instant.now, **values)
+    assert instant.core.push(0, instant.now, 0, 4, 0, 0.0).scale == 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pyps import Hyper, Store
 from pyps.errors import InvalidArgument, NotFinite
@@ -141,3 +142,50 @@ def test_signals_are_the_callers(shm: Path) -> None:
         status = Path(f"/proc/self/task/{new}/status").read_text(encoding="utf-8")
         blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
         assert int(blocked.split()[1], 16) & 1 << 1, "SIGINT is not blocked"
+
+
+def test_threads_that_have_worked_can_become_more(shm: Path) -> None:
+    """Those that come wait for the next call, not for one that was before they came."""
+    found = []
+    for counts in ((1, 1, 1, 1), (2, 3, 5, 2)):
+        with store("threads") as one:
+            one.join(0)
+            for threads in counts:
+                assert one.set_threads(threads) == threads
+                for _ in range(2):
+                    one.start()
+                    staging = one.stage()
+                    staging.flat[:] = 1 + one.status().version
+                    one.push(staging, 1, Hyper(lr=0.5))
+            found.append(pulled(one))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_the_callers_rounding_of_the_smallest_numbers_does_not_matter(
+    shm: Path, optimizer: str, exchanges: bool
+) -> None:
+    """A thread may flush what is smaller than 1e-38 to zero; those of a store do not, nor does it meanwhile."""
+    found = []
+    for threads, flushes in ((1, False), (1, True), (3, True)):
+        with store("threads", optimizer=optimizer) as one:
+            one.join(0)
+            one.set_threads(threads)
+            out = np.zeros(one.layout.flat_elements, np.float32)
+            if not torch.set_flush_denormal(flushes):
+                pytest.skip("this processor flushes nothing")
+            try:
+                for _ in range(2):
+                    one.start()
+                    staging = one.stage()
+                    staging.flat.view(np.uint32)[:] = np.arange(staging.flat.size) + 1  # 1e-45 to 6e-41
+                    if exchanges:
+                        one.exchange(staging, 1, Hyper(lr=1.0), out)
+                    else:
+                        one.push(staging, 1, Hyper(lr=1.0))
+            finally:
+                torch.set_flush_denormal(False)
+            snapshot = one.snapshot()
+            found.append((out.tobytes(), [vector.tobytes() for vector in (snapshot.parameters, *snapshot.state)]))
+    assert found[0] == found[1] == found[2]
