@@ -164,6 +164,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         if (rc) return rc;
         struct view *next = s->next;
         if ((rc = copy_pinned(s, next, &word))) return rc;
+        FAILPOINT("view.copied");
         e->now = wait_now_nanoseconds(); /* after every time in that view */
         *verdict = view_step(next, e, out);
         if (*verdict != STEP_COMMIT) {

@@ -3,9 +3,13 @@
  * Usage: edges NAME. Each case makes its own store, of one chunk unless it says otherwise; a push of 1 adds
  * -1 to all parameters.
  */
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -77,6 +81,27 @@ static void out_of_descriptors(void) {
     CHECK(!dead, "a process without descriptors found %u dead", dead);
     let_push(pid, go);
     must(pyps_close(s), "close");
+}
+
+static bool no_locks;
+
+/* In place of the C library's: the system has no more locks when a case says so. */
+int fcntl(int fd, int command, ...) {
+    va_list rest;
+    va_start(rest, command);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    if (no_locks && command == F_OFD_SETLK) return errno = ENOLCK, -1;
+    return (int)syscall(SYS_fcntl, fd, command, argument);
+}
+
+/* A slot that cannot be locked is not one that is in use. */
+static void out_of_locks(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    no_locks = true;
+    expect(pyps_join(s, PYPS_WORKER, -1, NULL), PYPS_ESYS, "join");
+    no_locks = false;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), must(pyps_close(s), "close");
 }
 
 enum { SEVENS = 1 << 20 };
@@ -339,6 +364,62 @@ static void changing_round(void) {
     must(pyps_close(s), "close");
 }
 
+static pyps_store *deciding;
+static void change_private_view(void) {
+    uint64_t at = deciding->layout.views + deciding->private_view * deciding->layout.view_stride;
+    ((struct view *)(void *)(deciding->base + at))->cursor = 1000;
+}
+
+/* A view is decided on where no other process can change it meanwhile. */
+static void changing_view(void) {
+    pyps_store *s = created(1, PYPS_ASP, 60);
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    deciding = s, armed = "view.copied", meddle = change_private_view;
+    must(pyps_start(s, 1, &claim), "start");
+    CHECK(!armed && claim.first == 0, "found samples from %llu on", (unsigned long long)claim.first);
+    must(pyps_close(s), "close");
+}
+
+/* A worker whose push timed out may go on with another step: the round has closed by then. */
+static void step_after_time_out(void) {
+    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_push_result result;
+    pyps_claim claim;
+    uint32_t staging;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    uint32_t held = time_out_in_round(s, 1);
+    expect(pyps_start(s, 0.01, &claim), PYPS_ETIMEDOUT, "a start while the round is open");
+    must(push_value(other, 1, PYPS_F32, &result), "push");
+    must(pyps_start(s, 1, &claim), "start");
+    expect(push_staging(s, held, 100, claim.count, &result), PYPS_EINVAL, "another gradient in that buffer");
+    must(pyps_stage(s, 1, &staging), "stage");
+    expect(push_staging(s, staging, 2, claim.count, &result), PYPS_ETIMEDOUT, "a push into the next round");
+    must(push_value(other, 2, PYPS_F32, &result), "push");
+    CHECK(result.version == 2 && result.sources == 2, "found version %llu of %u sources",
+          (unsigned long long)result.version, result.sources);
+    check_parameter(other, -3);
+    must(push_staging(s, staging, 2, claim.count, &result), "the push again");
+    CHECK(result.version == 2, "found version %llu", (unsigned long long)result.version);
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+/* A gradient that waits in a round is not its worker's to push again: what was refused changes nothing of it. */
+static void parked_push(void) {
+    pyps_store *s = created(3, PYPS_SOFTSYNC, 60), *second = joined(), *third = joined();
+    pyps_push_result result;
+    pyps_claim claim;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    must(push_value(s, 1, PYPS_F32, &result), "push");
+    must(pyps_start(s, 1, &claim), "start");
+    pyps_push_args again = {.size = sizeof again, .samples = claim.count, .scale = 10, .hyper = &push_hyper};
+    expect(pyps_push(s, &again, &result), PYPS_EINVAL, "the same buffer once more");
+    must(push_value(second, 1, PYPS_F32, &result), "push"), must(push_value(third, 1, PYPS_F32, &result), "push");
+    CHECK(result.sources == 3, "found %u sources", result.sources);
+    check_parameter(third, -1);
+    must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");
+}
+
 /* A look at the store needs no slot: not even in a store whose slots are all taken. */
 static void full_house(void) {
     pyps_store *s = created(1, PYPS_ASP, 60), *every[8], *watcher;
@@ -508,16 +589,20 @@ static const struct test_case tests[] = {
     {"many-deaths", many_deaths},
     {"full-house", full_house},
     {"out-of-descriptors", out_of_descriptors},
+    {"out-of-locks", out_of_locks},
     {"taken-descriptor", taken_descriptor},
     {"taken-journal", taken_journal},
     {"first-thread-ends", first_thread_ends},
     {"staging-in-round", staging_in_round},
     {"retry-in-round", retry_in_round},
+    {"step-after-time-out", step_after_time_out},
+    {"parked-push", parked_push},
     {"check-in-round", check_in_round},
     {"unknown-policy", unknown_policy},
     {"damaged-ranks", damaged_ranks},
     {"full-round", full_round},
     {"changing-round", changing_round},
+    {"changing-view", changing_view},
     {"schedule", schedule},
 };
 

@@ -93,6 +93,19 @@ static void null_arguments(void) {
     must(pyps_close(NULL), "close of NULL"), must(pyps_close(s), "close");
 }
 
+/* A store without trained tensors has no codes: what is too short for its values is refused too. */
+static void averaged_alone(void) {
+    pyps_tensor values = {.name = "w", .ndim = 1, .shape = {PARAMETERS}, .kind = PYPS_AVERAGED};
+    pyps_config config = small_config(&values, batches, 1, PYPS_ASP);
+    pyps_store *s;
+    float room[2 * FLAT];
+    uint64_t version;
+    must(pyps_create("misuse", &config, &s), "create"), must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    REFUSED(pyps_pull_encoded(s, PYPS_INT8, room + FLAT, 4, &version));
+    must(pyps_pull_encoded(s, PYPS_INT8, room, 4 * FLAT, &version), "pull");
+    must(pyps_close(s), "close");
+}
+
 static void double_close(void) {
     pyps_store *s = created();
     must(pyps_close(s), "close");
@@ -212,7 +225,7 @@ static const struct {
     {"null-arguments", null_arguments}, {"double-close", double_close},
     {"constants", constants},           {"sizes", sizes},
     {"truncated", truncated},           {"other-clock", other_clock},
-    {"changed-tensor", changed_tensor},
+    {"changed-tensor", changed_tensor}, {"averaged-alone", averaged_alone},
 };
 
 int main(int argc, char **argv) {

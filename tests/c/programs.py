@@ -69,6 +69,7 @@ MISUSE = (
     "truncated",
     "other-clock",
     "changed-tensor",
+    "averaged-alone",
 )
 OUTCOMES = (
     "invalid",
@@ -96,16 +97,20 @@ EDGES = (
     "false-master",
     "many-deaths",
     "out-of-descriptors",
+    "out-of-locks",
     "taken-descriptor",
     "taken-journal",
     "first-thread-ends",
     "staging-in-round",
     "retry-in-round",
+    "step-after-time-out",
+    "parked-push",
     "check-in-round",
     "unknown-policy",
     "damaged-ranks",
     "full-round",
     "changing-round",
+    "changing-view",
     "schedule",
 )
 
