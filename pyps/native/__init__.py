@@ -7,6 +7,7 @@ in pyps.native.local; the C rules (one thread at a time, one process) are kept b
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NewType, get_args
@@ -44,23 +45,32 @@ NANOSECOND = 1e-9
 MAX_COMPUTE_SECONDS = 1e9
 AVERAGED = 1  # PYPS_AVERAGED
 STORE_TIMEOUT = -1.0  # C: twice the store's round_timeout_seconds
-raised: list[BaseException] = []  # by what C called back, until the call that it was in has returned
 ROUNDINGS, NON_FINITES = get_args(Rounding), get_args(NonFinite)  # as C counts them
 ERRORS = {kind.code: kind for kind in StoreError.__subclasses__()}
 
 Pointer = NewType("Pointer", object)
 
 
+class Raised(threading.local):
+    """errors: what C has called back in this thread raised, until the call that it was in has returned."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+
+raised = Raised()
+
+
 def check(what: str, rc: int) -> None:
     """Raise the exception that belongs to a C return code, with the C core's message. 0 passes."""
     if rc == 0:
-        raised.clear()
+        raised.errors.clear()
         return
     message = ffi.string(lib.pyps_error_message()).decode(errors="replace")
     code = ffi.string(lib.pyps_error_name(rc)).decode()
     if code == "PYPS_EINTR" and (reason := interrupt.reason()) is not None:
         raise reason
-    cause = raised.pop() if raised else None
+    cause = raised.errors.pop() if raised.errors else None
     raise ERRORS.get(code, StoreError)(what, message.removeprefix(f"{what}: ") or code) from cause
 
 

@@ -158,7 +158,7 @@ def pyps_python_start(context: Any, shared_state: Any) -> int:
     try:
         return int(_known[context.custom].may_start(_context(context), shared_state))
     except Exception as error:
-        raised.append(error)
+        raised.errors.append(error)
         return -1
 
 
@@ -171,7 +171,7 @@ def pyps_python_push(context: Any, shared_state: Any, scale: Any) -> int:
         scale[0] = found
         return 1
     except Exception as error:
-        raised.append(error)
+        raised.errors.append(error)
         return -1
 
 

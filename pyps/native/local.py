@@ -209,7 +209,7 @@ class LocalBackend:
         show = lib.pyps_python_visit
         rc = lib.pyps_read(self.pointer, *c_ranges(ranges), show, handle, timeout, version)
         if rc > 0:
-            raise raised.pop()
+            raise raised.errors.pop()
         check("read", rc)
         return int(version[0])
 
@@ -273,7 +273,7 @@ class LocalBackend:
             tell, handle = lib.pyps_python_arrived, ffi.new_handle(arrived)
             rc = lib.pyps_exchange_arriving(self.pointer, c, to, ARRIVAL_ELEMENTS, tell, handle, r, version)
         if rc > 0:
-            raise raised.pop()
+            raise raised.errors.pop()
         check("exchange", rc)
         del keep
         return push_result(r), int(version[0])
@@ -403,7 +403,7 @@ def pyps_python_arrived(context: Any, first: int, count: int) -> int:
     try:
         ffi.from_handle(context)(first, count)
     except BaseException as error:
-        raised.append(error)
+        raised.errors.append(error)
         return 1
     return 0
 
@@ -416,6 +416,6 @@ def pyps_python_visit(context: Any, first: int, values: Any, count: int) -> int:
         shown.flags.writeable = False
         visit(first, shown)
     except BaseException as error:
-        raised.append(error)
+        raised.errors.append(error)
         return 1
     return 0

@@ -279,7 +279,12 @@ class LinkSession:
     def start(self, timeout: float) -> Claim:
         self._transfers.begin_again()
         self._wing.start()
-        return self.store.start(timeout)
+        claim = self.store.start(timeout)
+        if self._in_round and self._staging is not None:  # it goes on with another step
+            with contextlib.suppress(InvalidArgument):  # the store has the buffer, or it is taken back
+                self.store.unstage(self._staging)
+            self._staging, self._in_round = None, False
+        return claim
 
     @HANDLERS.bulk(verbs.PULL)
     def pull(self, numbers: Frames, ranges: int | None) -> tuple[int, Arrays]:

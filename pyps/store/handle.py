@@ -13,12 +13,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
 from pyps import native
-from pyps.errors import Forked, StoreClosed
+from pyps.errors import (
+    FalseLook,
+    Fenced,
+    Forked,
+    InvalidArgument,
+    NotFinite,
+    OutOfSpace,
+    PushRejected,
+    StoreClosed,
+)
 from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.state import split
 from pyps.native.status import Member, RankCounters, Status
@@ -76,6 +87,7 @@ class StoreHandle:
         self._pid = os.getpid()
         self._staging_buffers: dict[int, StagingBuffer] = {}
         self._drawn = 0, 0  # the first sample last claimed, and the pushes rounded stochastically since
+        self._unnamed: int | None = None  # the staging buffer of a push that named none, and did not end
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +151,31 @@ class StoreHandle:
             mixed = (((how.seed * GOLDEN + (self.rank or 0)) * GOLDEN + first) * GOLDEN + drawn) * GOLDEN
         return replace(request, encoding=replace(how, seed=mixed % 2**64))
 
+    @contextmanager
+    def _any_buffer(self, timeout: float) -> Iterator[int]:
+        """A staging buffer for a push that names none. It stays that of the next such push if this one did not
+        end, but timed out, say: then the core goes on with it.
+        """
+        with self._calls as backend:
+            if self._unnamed is None:
+                self._unnamed = backend.stage(timeout)
+            try:
+                yield self._unnamed
+            except (InvalidArgument, NotFinite, OutOfSpace):
+                self._give_back(backend)
+                raise
+            except (Fenced, PushRejected, FalseLook):
+                self._unnamed = None
+                raise
+            self._unnamed = None
+
+    def _give_back(self, backend: Backend) -> None:
+        """A push that named no staging buffer, and did not end, is given up."""
+        if self._unnamed is not None:
+            with suppress(InvalidArgument):  # it waits in a round, or has been given up already
+                backend.unstage(self._unnamed)
+            self._unnamed = None
+
     def views(self, flat: Flat) -> dict[str, Flat]:
         """Views of a pulled (or any flat) vector by tensor name, each in its shape."""
         return split(flat, self.tensors)
@@ -176,7 +213,7 @@ class StoreHandle:
         for staging in self._staging_buffers.values():
             staging.retire()
         self._staging_buffers.clear()
-        self.rank = None
+        self.rank = self._unnamed = None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"store {self.name!r}: a handle cannot be copied; open the store again")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import Busy, InvalidArgument, NotFinite, OutOfSpace, SnapshotCancelled
+from pyps.errors import Busy, InvalidArgument, SnapshotCancelled
 from pyps.formats.plan import TurnSchedule
 from pyps.native.decisions import Advice
 from pyps.native.local import LocalBackend
@@ -149,6 +149,7 @@ class Store(StoreHandle):
         """After Fenced: become active again with the same rank. Staging buffers must be staged anew."""
         with self._calls as backend:
             backend.rejoin()
+            self._give_back(backend)
 
     def reap(self) -> int:
         """Remove dead participants and complete their admitted pushes; how many there were."""
@@ -159,6 +160,7 @@ class Store(StoreHandle):
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
         with self._calls as backend:
             claim = backend.start(native.timeout_seconds(timeout))
+            self._give_back(backend)
             self._drawn = claim.first, 0
             return claim
 
@@ -276,27 +278,21 @@ class Store(StoreHandle):
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
-        staging: the buffer that `stage` gave; None: any, for a `gradient` that is given. samples: 0 skips the
-        step. hyper: one for all parameter groups, or one each. scale: multiplies the gradient. timeout:
-        seconds. options: further fields of a PushRequest by name, among them `encoding` (an Encoding, or a
-        codec's name), `gradient` (in place of the staging buffer's: fp32 [flat_elements], or codes of that
-        codec, uint8) and `ranges` (the parts that the gradient is of, as for `pull`; all other parameters and
-        their optimizer states stay as they are). Raises Fenced, PushRejected, TimedOut, NotFinite,
-        OutOfSpace, InvalidArgument.
+        staging: the buffer that `stage` gave; None: any, for a `gradient` that is given (a call after TimedOut
+        has the same one). samples: 0 skips the step. hyper: one for all parameter groups, or one each. scale:
+        multiplies the gradient. timeout: seconds. options: further fields of a PushRequest by name, among
+        them `encoding` (an Encoding, or a codec's name), `gradient` (in place of the staging buffer's: fp32
+        [flat_elements], or codes of that codec, uint8) and `ranges` (the parts that the gradient is of, as
+        for `pull`; all other parameters and their optimizer states stay as they are). Raises Fenced,
+        PushRejected, TimedOut, NotFinite, OutOfSpace, InvalidArgument.
         """
-        given = staging is not None
         if staging is None:
             if options.get("gradient") is None:
                 raise InvalidArgument("push", "staging: found None without a gradient; expected one of both")
-            with self._calls as backend:
-                staging = backend.stage(native.timeout_seconds(timeout))
+            with self._any_buffer(native.timeout_seconds(timeout)) as found:
+                return self.push(found, samples, hyper, scale, timeout, **options)
         groups = self.layout.groups
-        try:
-            return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
-        except (InvalidArgument, NotFinite, OutOfSpace):
-            if not given:
-                self.unstage(staging)
-            raise
+        return self.send(push_request(staging, samples, hyper, scale, timeout, groups=groups, **options))
 
     def exchange(
         self,
@@ -488,13 +484,14 @@ class Store(StoreHandle):
     @contextmanager
     def _as_participant(self) -> Iterator[None]:
         """Reading needs a participant's place: an observer's, for as long as it takes, if there is no
-        other.
+        other. Calls of other threads wait for the end of that.
         """
-        if self.rank is not None:
-            yield
-            return
-        self.join(role=Role.OBSERVER)
-        try:
-            yield
-        finally:
-            self.leave()
+        with self._calls:
+            if self.rank is None:
+                self.join(role=Role.OBSERVER)
+                try:
+                    yield
+                finally:
+                    self.leave()
+                return
+        yield
