@@ -349,6 +349,24 @@ def test_a_push_that_waits_too_long_can_be_resumed(shm: Path) -> None:
             assert value(far) == -1.0
 
 
+def test_after_a_push_that_waited_too_long_another_step_counts(shm: Path) -> None:
+    rules = BSP(round_timeout_seconds=30.0)
+    with Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store:
+        store.join(1)
+        with Server("model") as server, open_remote(server.address) as far:
+            far.join(0)
+            for version, gradient in ((1, 1.0), (2, 3.0)):
+                claim = far.start()
+                store.start()
+                staging, other = far.stage(), store.stage()
+                staging["w"][:] = other["w"][:] = gradient
+                with pytest.raises(TimedOut):
+                    far.push(staging, claim.count, HYPER, timeout=0.05)
+                far.unstage(staging)
+                assert store.push(other, 4, HYPER).version == version
+            assert value(far) == -2.0
+
+
 def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server) -> None:
     store.join(1)
     with open_remote(server.address) as far:

@@ -340,3 +340,54 @@ def test_wrong_encodings_are_refused_before_anything_happens() -> None:
         with pytest.raises(errors.InvalidArgument, match="out: found float32"):
             store.exchange(staging, 1, ONE, np.zeros(3, np.float32))
         assert store.status().version == 0
+
+
+HALVES = {  # NaN and infinities
+    Codec.BF16: np.array([0x7FC0, 0x7F80, 0xFF80], np.uint16),
+    Codec.F16: np.array([0x7E00, 0x7C00, 0xFC00], np.uint16),
+}
+
+
+@pytest.mark.parametrize("codec", HALVES)
+@pytest.mark.parametrize("nonfinite", ["error", "zero"])
+def test_halves_that_are_not_finite_are_refused(codec: Codec, nonfinite: str) -> None:
+    """They have no scale that tells. What belongs to no parameter does not count."""
+    how = Encoding(codec, nonfinite=nonfinite)  # type: ignore[arg-type]
+    with make("halves") as store:
+        store.join()
+        store.start()
+        whole, _ = encode(flat_of(store, randn(SIZE)), codec)
+        for bad in HALVES[codec]:
+            for place in (0, 1023, 1024, SIZE - 1):
+                data = whole.copy()
+                data.view(np.uint16)[place] = bad
+                with pytest.raises(errors.NotFinite, match="the gradient of 'w' has a value"):
+                    store.push(None, 1, ONE, encoding=how, gradient=data)
+        assert store.status().version == 0
+        whole.view(np.uint16)[SIZE:] = HALVES[codec][0]
+        assert store.push(None, 1, ONE, encoding=how, gradient=whole).version == 1
+        assert np.isfinite(weights(store)).all()
+
+
+@pytest.mark.parametrize("looked", [[[0, 1024]], [[0, 1025], [1030, SIZE - 1030]], [[1024, SIZE - 1024]]])
+def test_halves_are_read_where_not_all_of_a_chunk_was_looked_at(looked: list[list[int]]) -> None:
+    with make("looked") as store:
+        store.join()
+        store.start()
+        data, _ = encode(flat_of(store, randn(SIZE)), Codec.BF16)
+        data.view(np.uint16)[0 if looked[0][0] else 1027] = 0x7FC0
+        with pytest.raises(errors.NotFinite):
+            store.push(None, 1, ONE, encoding="bf16", gradient=data, looked=looked)
+        data, _ = encode(flat_of(store, randn(SIZE)), Codec.BF16)
+        assert store.push(None, 1, ONE, encoding="bf16", gradient=data, looked=[[0, SIZE]]).version == 1
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_codes_are_of_no_ranges(codec: Codec) -> None:
+    with make("ranges") as store:
+        store.join()
+        store.start()
+        data, _ = encode(flat_of(store, randn(SIZE)), codec)
+        with pytest.raises(errors.InvalidArgument, match="with ranges; expected PYPS_F32"):
+            store.push(None, 1, ONE, encoding=codec, gradient=data, ranges=[[0, 10]])
+        assert store.push(None, 1, ONE, encoding=codec, gradient=data).version == 1

@@ -430,6 +430,21 @@ def test_pull_writes_into_the_given_array() -> None:
             store.pull(out)
 
 
+def test_threads_may_read_at_once_from_a_store_that_has_not_joined() -> None:
+    """Each as an observer: one is not to end the place that another reads from."""
+    initial = some_tensors(0)
+    with Store.create("readers", initial, batches=[1]) as store:
+
+        def read() -> None:
+            for _ in range(10):
+                np.testing.assert_array_equal(store.snapshot().tensors["weight"], initial["weight"])
+                store.read(lambda first, values: None)
+                assert store.state().header.version == 0
+
+        in_threads(*[read] * 4)
+        assert store.rank is None
+
+
 def test_public_names() -> None:
     assert pyps.Store is Store
     assert {"BSP", "ASP", "Hyper", "join", "Worker", "load_parameters"} <= set(dir(pyps))
