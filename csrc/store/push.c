@@ -210,6 +210,12 @@ static int set_staged_version(pyps_store *s, struct event *e) {
     return rc ? rc : chunks_complete(s, e->version);
 }
 
+/* For the turn of a push that is to come: a wait is no computing. */
+static void waited_for_turn(pyps_store *s, uint64_t nanoseconds) {
+    s->turn_waited += nanoseconds;
+    if (s->claimed_at) s->claimed_at += nanoseconds;
+}
+
 int pyps_await_turn(pyps_store *s, double timeout_seconds) {
     int rc = store_check_worker(s);
     if (rc) return rc;
@@ -219,11 +225,10 @@ int pyps_await_turn(pyps_store *s, double timeout_seconds) {
         struct event e = store_event(s, EVENT_GATE);
         rc = view_commit_waiting(s, &e, PYPS_WAITS_TURN, deadline, &outcome, &waited);
     } while (rc == TRY_AGAIN);
-    if (rc) return rc;
-    s->turn_opened_at = wait_now_nanoseconds();
-    s->turn_waited = s->turn_opened_at - began;
-    if (s->claimed_at) s->claimed_at += s->turn_waited; /* a wait is no computing */
-    return PYPS_OK;
+    uint64_t now = wait_now_nanoseconds();
+    waited_for_turn(s, now - began);
+    if (!rc) s->turn_opened_at = now;
+    return rc;
 }
 
 /* TRY_AGAIN: the rank's residual has changed, or the policy wants to be asked again. */
@@ -317,7 +322,9 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     }
     s->own.ticket = 0;
     rc = admit(s, args, deadline, &outcome, out);
-    s->turn_opened_at = s->turn_waited = 0;
+    s->turn_opened_at = 0;
+    if (rc == PYPS_ETIMEDOUT || rc == PYPS_EINTR) waited_for_turn(s, out->wait_nanoseconds);
+    else s->turn_waited = 0;
     if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");

@@ -78,3 +78,16 @@ def test_the_next_step_has_its_own_gradient(workers: tuple[Store, Store], named:
             with pytest.raises(InvalidArgument, match="expected one that pyps_stage returned"):
                 one.push(staging, 1, ONE, gradient=gradient(one, 100.0))
     assert value(two) == -3.0
+
+
+@pytest.mark.parametrize("workers", ["r2sp:slack=0"], indirect=True)
+def test_what_timed_out_has_waited_not_computed(workers: tuple[Store, Store]) -> None:
+    one, two = workers
+    with pytest.raises(TimedOut):
+        two.push(None, 1, ONE, timeout=0.3, gradient=gradient(two, 1.0))
+    with pytest.raises(TimedOut):
+        two.await_turn(timeout=0.1)
+    one.push(None, 1, ONE, gradient=gradient(one, 1.0))
+    one.pull()
+    two.push(None, 1, ONE, gradient=gradient(two, 1.0))
+    assert 0 < two.costs()[1].sample_seconds < 0.2
