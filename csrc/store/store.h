@@ -146,7 +146,7 @@ struct pyps_store {
     pyps_push_result staged; /* what that push knew when it was staged */
     uint64_t round, pulled_version;
     uint64_t turn_opened_at;   /* when await_turn returned for the next push; 0: it was not called */
-    uint64_t turn_waited;      /* how long that waited, nanoseconds */
+    uint64_t turn_waited;      /* how long calls have waited for that turn, nanoseconds */
     uint64_t claimed_at;       /* when start returned the current claim, or the push before it was taken */
     uint64_t complete_version; /* every chunk has been seen at this version or later */
 
