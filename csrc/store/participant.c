@@ -190,11 +190,10 @@ static int find_slot(pyps_store *s, enum purpose purpose, int rank) {
         rc = try_slots(s, purpose, rank);
     }
     if (rc == PYPS_EBUSY)
-        return fail(
-            PYPS_EFULL,
-            "max_participants: of %u slots the free ones hold gradients that are still read or wait for their "
-            "round; join again when it has closed",
-            s->geometry.max_participants);
+        return fail(PYPS_EFULL,
+                    "max_participants: of %u slots the free ones hold gradients that are read, or that "
+                    "wait for their round; join again when it has closed",
+                    s->geometry.max_participants);
     if (rc != TRY_AGAIN) return rc;
     return fail(PYPS_EFULL, "max_participants: all %u slots are in use", s->geometry.max_participants);
 }

@@ -153,7 +153,7 @@ class StoreHandle:
 
     @contextmanager
     def _any_buffer(self, timeout: float) -> Iterator[int]:
-        """A staging buffer for a push that names none. It stays that of the next such push if this one did not
+        """A staging buffer for a push that names none. It is the next such push's too if this one did not
         end, but timed out, say: then the core goes on with it.
         """
         with self._calls as backend:

@@ -278,8 +278,8 @@ class Store(StoreHandle):
     ) -> PushResult:
         """Give the staged gradient, the mean over `samples` samples, and take the optimizer's step with it.
 
-        staging: the buffer that `stage` gave; None: any, for a `gradient` that is given (a call after TimedOut
-        has the same one). samples: 0 skips the step. hyper: one for all parameter groups, or one each. scale:
+        staging: the buffer that `stage` gave; None: any, for a `gradient` that is given; after TimedOut it
+        is kept. samples: 0 skips the step. hyper: one for all parameter groups, or one each. scale:
         multiplies the gradient. timeout: seconds. options: further fields of a PushRequest by name, among
         them `encoding` (an Encoding, or a codec's name), `gradient` (in place of the staging buffer's: fp32
         [flat_elements], or codes of that codec, uint8) and `ranges` (the parts that the gradient is of, as

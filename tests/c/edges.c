@@ -414,7 +414,8 @@ static void parked_push(void) {
     must(pyps_start(s, 1, &claim), "start");
     pyps_push_args again = {.size = sizeof again, .samples = claim.count, .scale = 10, .hyper = &push_hyper};
     expect(pyps_push(s, &again, &result), PYPS_EINVAL, "the same buffer once more");
-    must(push_value(second, 1, PYPS_F32, &result), "push"), must(push_value(third, 1, PYPS_F32, &result), "push");
+    must(push_value(second, 1, PYPS_F32, &result), "push"),
+        must(push_value(third, 1, PYPS_F32, &result), "push");
     CHECK(result.sources == 3, "found %u sources", result.sources);
     check_parameter(third, -1);
     must(pyps_close(third), "close"), must(pyps_close(second), "close"), must(pyps_close(s), "close");

@@ -20,7 +20,10 @@ ONE = Hyper(lr=1.0)
 def workers(request: pytest.FixtureRequest, shm: Path) -> Iterator[tuple[Store, Store]]:
     """Two of a store, each with a step begun."""
     options: dict[str, Any] = {"batches": [1, 1], "policy": request.param, "chunk_params": 1024}
-    with Store.create("again", {"w": np.zeros(SIZE, np.float32)}, **options) as one, Store.open("again") as two:
+    with (
+        Store.create("again", {"w": np.zeros(SIZE, np.float32)}, **options) as one,
+        Store.open("again") as two,
+    ):
         for worker in (one, two):
             worker.join()
         for worker in (one, two):

@@ -166,7 +166,7 @@ def test_threads_that_have_worked_can_become_more(shm: Path) -> None:
 def test_the_callers_rounding_of_the_smallest_numbers_does_not_matter(
     shm: Path, optimizer: str, exchanges: bool
 ) -> None:
-    """A thread may flush what is smaller than 1e-38 to zero; those of a store do not, nor does it meanwhile."""
+    """A thread may flush what is smaller than 1e-38 to zero; a store's steps do not."""
     found = []
     for threads, flushes in ((1, False), (1, True), (3, True)):
         with store("threads", optimizer=optimizer) as one:
@@ -187,5 +187,7 @@ def test_the_callers_rounding_of_the_smallest_numbers_does_not_matter(
             finally:
                 torch.set_flush_denormal(False)
             snapshot = one.snapshot()
-            found.append((out.tobytes(), [vector.tobytes() for vector in (snapshot.parameters, *snapshot.state)]))
+            found.append(
+                (out.tobytes(), [vector.tobytes() for vector in (snapshot.parameters, *snapshot.state)])
+            )
     assert found[0] == found[1] == found[2]
