@@ -108,7 +108,7 @@ static void forget(struct hand *hand) {
     pyps_store *h = &hand->store;
     handle_unlist(h);
     file_close(h->fd, h->file);
-    free(h->sources), free(h->next), free(h->chunk_floats), free(hand);
+    free(h->sources), free(h->draft), free(h->chunk_floats), free(hand);
 }
 
 static struct hand *new_hand(pyps_store *s) {
@@ -121,12 +121,12 @@ static struct hand *new_hand(pyps_store *s) {
     h->ticket.number = h->norm_ticket = 0, h->journal = -1;
     for (size_t i = 0; i < sizeof h->free_cache / sizeof *h->free_cache; i++) h->free_cache[i] = NONE;
     h->sources = calloc(s->geometry.max_participants, sizeof *h->sources);
-    h->next = malloc(view_bytes(s->geometry.max_participants, s->geometry.staging_buffers));
+    h->draft = malloc(view_bytes(s->geometry.max_participants, s->geometry.staging_buffers));
     segment_hold_forks();
     h->fd = open_again(s);
     if (h->fd >= 0) handle_list(h);
     segment_release_forks();
-    if (h->sources && h->next && h->fd >= 0) return hand;
+    if (h->sources && h->draft && h->fd >= 0) return hand;
     forget(hand);
     return NULL;
 }

@@ -54,8 +54,8 @@ const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer) {
 int lookahead_set(pyps_store *s) {
     s->lookahead = 0;
     if (s->role != PYPS_WORKER || !kernels_chosen()->look[s->geometry.optimizer]) return PYPS_OK;
-    int rc = view_copy(s, s->next);
-    if (!rc) s->lookahead = view_lookahead(s->next, s->slot);
+    int rc = view_copy(s, s->draft);
+    if (!rc) s->lookahead = view_lookahead(s->draft, s->slot);
     return rc;
 }
 

@@ -57,9 +57,9 @@ static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct g
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
     s->streamed = calloc(g->chunks, sizeof *s->streamed);
     s->sources = calloc(g->max_participants, sizeof *s->sources);
-    s->expected = view_allocate(s), s->next = view_allocate(s);
+    s->expected = view_allocate(s), s->draft = view_allocate(s);
     uint32_t *ones = calloc(g->ranks, sizeof *ones);
-    if (!s->tensors || !s->chunks || !s->streamed || !s->sources || !s->expected || !s->next || !ones) {
+    if (!s->tensors || !s->chunks || !s->streamed || !s->sources || !s->expected || !s->draft || !ones) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
@@ -101,7 +101,7 @@ static void destroy(pyps_store *s) {
     journal_close(s);
     reading_drop(s);
     free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),
-        free(s->sources), free(s->expected), free(s->next), free(s);
+        free(s->sources), free(s->expected), free(s->draft), free(s);
 }
 
 int pyps_close(pyps_store *s) {

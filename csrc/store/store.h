@@ -93,7 +93,7 @@ struct pyps_store {
     struct geometry geometry; /* local copies, against which values from shared memory are checked */
     struct layout layout;
     struct view *expected; /* a view with the right sizes and policy */
-    struct view *next;     /* private memory in which events are decided: what is in the segment may change */
+    struct view *draft;    /* private memory in which events are decided: what is in the segment may change */
     const struct policy *policy;
     pyps_policy_needs needs;
     bool looks_at_gradients; /* its policy does: pushes are sketched */

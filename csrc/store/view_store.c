@@ -162,7 +162,7 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         uint64_t word;
         int rc = view_buffer_claim(s);
         if (rc) return rc;
-        struct view *next = s->next;
+        struct view *next = s->draft;
         if ((rc = copy_pinned(s, next, &word))) return rc;
         FAILPOINT("view.copied");
         e->now = wait_now_nanoseconds(); /* after every time in that view */
