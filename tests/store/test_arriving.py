@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from threads import background
 
 from pyps import Hyper, Store
 from pyps.errors import NotFinite
@@ -109,3 +111,27 @@ def test_a_refused_push_tells_nothing(shm: Path) -> None:
         request = push_request(staged(store, float("nan")), 1, Hyper(lr=1.0), groups=1)
         with pytest.raises(NotFinite):
             store.send_and_pull(request, flat, lambda first, count: pytest.fail("told"))
+
+
+def test_what_is_raised_reaches_its_own_caller(shm: Path) -> None:
+    """Calls of other threads end while the exchange goes on, and leave it alone."""
+    initial, done = {"w": np.ones(ELEMENTS, np.float32)}, threading.Event()
+
+    def refuse(first: int, count: int) -> None:
+        raise LookupError(first)
+
+    def look(store: Store) -> None:
+        while not done.is_set():
+            store.status()
+
+    with Store.create("run", initial, batches=[1], policy="asp") as store, Store.open("run") as other:
+        store.join(0)
+        flat = np.zeros(store.layout.flat_elements, np.float32)
+        with background(partial(look, other)):
+            try:
+                for _ in range(3):
+                    request = push_request(staged(store, 0.5), 1, Hyper(lr=0.1), groups=1)
+                    with pytest.raises(LookupError):
+                        store.send_and_pull(request, flat, refuse)
+            finally:
+                done.set()

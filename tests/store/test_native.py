@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from threads import background
 
 from pyps import errors, native
 from pyps.native.create import F32, STATE_WORDS, create
@@ -169,25 +167,3 @@ def test_bad_pushes_are_refused(shm: Path) -> None:
                 bad()
         staging.flat.fill(0.0)
         assert store.push(staging, 4, hyper).version == 1
-
-
-def test_what_a_callback_raises_reaches_its_own_caller(shm: Path) -> None:
-    """Calls of other threads that end meanwhile leave it alone."""
-    initial, done = {"w": np.zeros(8, np.float32)}, threading.Event()
-
-    def fail(first: int, values: object) -> None:
-        raise LookupError(first)
-
-    def look(store: Store) -> None:
-        while not done.is_set():
-            store.status()
-
-    with Store.create("one", initial, batches=[1]) as one, Store.create("two", initial, batches=[1]) as two:
-        one.join()
-        with background(lambda: look(two)):
-            try:
-                for _ in range(100):
-                    with pytest.raises(LookupError):
-                        one.read(fail)
-            finally:
-                done.set()
