@@ -118,7 +118,7 @@ def test_what_is_raised_reaches_its_own_caller(shm: Path) -> None:
     initial, done = {"w": np.ones(ELEMENTS, np.float32)}, threading.Event()
 
     def refuse(first: int, count: int) -> None:
-        raise LookupError(first)
+        raise TimeoutError(first)
 
     def look(store: Store) -> None:
         while not done.is_set():
@@ -131,7 +131,7 @@ def test_what_is_raised_reaches_its_own_caller(shm: Path) -> None:
             try:
                 for _ in range(3):
                     request = push_request(staged(store, 0.5), 1, Hyper(lr=0.1), groups=1)
-                    with pytest.raises(LookupError):
+                    with pytest.raises(TimeoutError):
                         store.send_and_pull(request, flat, refuse)
             finally:
                 done.set()
