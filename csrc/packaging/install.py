@@ -9,6 +9,7 @@ Modules are compiled when they are first imported: compiling all of them would t
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,13 +126,12 @@ class Progress:
 
 
 def megabytes(folder: Path) -> float:
-    """What the files below a folder hold; those that vanish meanwhile count nothing."""
+    """What the files below a folder hold; those that vanish meanwhile count nothing, nor do folders."""
     size = 0
-    for path in folder.rglob("*"):
-        try:
-            size += path.lstat().st_size
-        except OSError:
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(place, name)).st_size
     return size / MEGABYTE
 
 

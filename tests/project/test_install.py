@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_what_is_said_of_pip(line: str, doing: str, capsys: Any) -> None:
     progress.read(line)
     progress.show()
     assert capsys.readouterr().out.endswith(f" s  pip {doing}\n")
+
+
+def test_folders_may_vanish_while_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a package that pip replaces."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept").write_bytes(bytes(1000))
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "gone":
+            os.rmdir(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert INSTALL["megabytes"](tmp_path) == 0.001
 
 
 @pytest.mark.parametrize(
