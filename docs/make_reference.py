@@ -19,6 +19,7 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
+from pyps.cli import COMMANDS
 from pyps.cli.simulate import SimulateOptions
 from pyps.formats import FORMATS, RunTable, options, schema
 from pyps.formats.events import RunEvent
@@ -48,7 +49,6 @@ C_FUNCTION = re.compile(
 )
 FILE_PATTERNS = ("*.py", "*.pyi", "*.c", "*.h")
 C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
-COMMANDS = ("profile", "plan", "run", "top", "report", "simulate", "serve", "keys", "shm")
 
 
 def write(folder: Path = PAGES) -> None:

@@ -93,7 +93,7 @@ PlanFile = Annotated[
 Learning = Annotated[str, typer.Option(help=LEARN_HELP)]
 LearningRate = Annotated[
     float | None,
-    typer.Option(help="Learning rate for one global batch. Default: 0.1; with local steps, 1."),
+    typer.Option(help=f"Learning rate for one global batch. Default: {LR}; with local steps, {OUTER.lr}."),
 ]
 InnerRate = Annotated[
     float | None, typer.Option(help="Learning rate of a local step, by plain SGD.", show_default=False)

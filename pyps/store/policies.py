@@ -223,7 +223,7 @@ class DSSP(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class DynSGD(Policy):
-    """ASP with 1 / (staleness + 1) of a step from every gradient; unlike batches count in proportion."""
+    """ASP with gradients weighed by 1 / (staleness + 1) over its mean; unlike batches count in proportion."""
 
     name: ClassVar[str] = "dynsgd"
     number: ClassVar[int] = 6

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
 from pyps.errors import InputError
 from pyps.formats import Device, ModelInfo, Pace, Plan, Point, Profile, read_cluster, read_profile, write_json
+from pyps.native.values import OUTER
 from pyps.profiler.select import fit_of, select_fit
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan
@@ -303,3 +305,8 @@ def test_churn_is_simulated_and_what_it_takes_is_shown(cluster: Path) -> None:
     assert result["seconds"] == pytest.approx(10.0, abs=1.0)
     assert 0.0 < result["useful_share"] < 1.0
     assert result["repeated"] == 0
+
+
+def test_the_help_says_the_rate_of_local_steps() -> None:
+    help_of = {option.name: getattr(option, "help", "") for option in typer.main.get_command(app).params}
+    assert f"with local steps, {OUTER.lr}." in help_of["lr"]

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 import pyps
+from pyps.cli import COMMANDS
 from pyps.formats import FORMATS
 from pyps.formats.options import VARIABLES, declared
 from pyps.run import RunOptions
@@ -25,6 +26,11 @@ def text_of(reference: Path, name: str) -> str:
 def test_every_public_name_is_in_it(reference: Path) -> None:
     page = text_of(reference, "python.md")
     assert [name for name in pyps.__all__ if f"`{name}`" not in page] == []
+
+
+def test_every_command_is_in_it(reference: Path) -> None:
+    page = text_of(reference, "cli.md")
+    assert [name for name in COMMANDS if f"## pyps {name}\n" not in page] == []
 
 
 def test_every_function_of_the_header_is_in_it(reference: Path) -> None:
