@@ -43,7 +43,7 @@ def extents(gaps: list[Extent], flat_elements: int) -> Ranges:
 
 
 def show(ranges: Ranges, values: Flat, gaps: list[Extent], visit: Visitor, piece: int) -> None:
-    """Show `visit` the values of ranges, packed, as pyps.native.ranges.read_ranges does: in pieces of at
+    """Show `visit` the values of ranges, packed, as a store here does: in pieces of at
     most `piece` elements, that end where multiples of it do, without gaps.
     """
     values.flags.writeable = False
