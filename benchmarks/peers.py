@@ -206,7 +206,7 @@ def averager(n: int, addresses: list[str]) -> tuple[Any, Any]:
 
 def hivemind_partner(n: int, addresses: list[str], pipe: Connection) -> None:
     """The other peer, which averages whenever it is asked to."""
-    multiprocessing.set_start_method("fork", force=True)  # hivemind gives its own processes what cannot be sent
+    multiprocessing.set_start_method("fork", force=True)  # it hands on what cannot be sent
     peer, dht = averager(n, addresses)
     pipe.send(True)
     while pipe.recv():
