@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from pyps.formats import Profile
+from pyps.formats import Fit, Profile
 from pyps.profiler.fit import medians_of, point_seconds
-from pyps.profiler.select import select_fit, usual_noise
+from pyps.profiler.select import fit_of, select_fit, usual_noise
 
 MULTIPLES = 32, 16, 8
 LEAST = MULTIPLES[-1]
@@ -67,3 +67,8 @@ def at_multiple(profile: Profile, multiple: int) -> Profile:
         return profile
     points = [point for point in profile.points if point.batch % shown == 0]
     return msgspec.structs.replace(profile, points=points, fit=select_fit(points))
+
+
+def fit_at(profile: Profile, multiple: int) -> Fit:
+    """The fit for batches that are multiples of `multiple`. Raises InputError if the points have none."""
+    return fit_of(at_multiple(profile, multiple))

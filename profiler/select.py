@@ -15,6 +15,7 @@ left out much better.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
@@ -23,7 +24,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.formats import Fit, Point, Profile
+from pyps.errors import InputError
+from pyps.formats import Fit, Point, Profile, read_profile
 from pyps.profiler.blend import JUDGED_FROM, USUAL_NOISE, Blend, Form, between, estimated, thinned
 from pyps.profiler.fit import (
     LEFT_OUT_LIMIT,
@@ -87,6 +89,15 @@ def select_fit(points: Sequence[Point]) -> Fit:
 def fit_of(profile: Profile) -> Fit:
     """The profile's fit, or else the fit of its points. Raises InputError if these cannot be fitted."""
     return profile.fit or select_fit(profile.points)
+
+
+def fitted_profile(path: str | os.PathLike[str]) -> Profile:
+    """A file's profile, with a fit. Raises InputError, naming the file."""
+    profile = read_profile(path)
+    try:
+        return msgspec.structs.replace(profile, fit=fit_of(profile))
+    except InputError as error:
+        raise InputError(os.fspath(path), "points", error.found, error.expected) from None
 
 
 def _bunched(batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:

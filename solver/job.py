@@ -11,14 +11,14 @@ Computer Systems 22, 2006, for exponential times between failures)
 
 Time and price grow with the iteration, the price an hour and the rate. So the best set is one that no other
 beats in all three: these are the Pareto fronts of time and price (pyps.solver.milp.pareto) for each rate that
-still allows another set, the highest first. The result is exact but for the front's own steps
-in price, 0.01 %.
+still allows another set, the highest first. The result is exact but for the fronts' own steps
+in price, 0.01 %, or 1 % of many unlike workers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ from pyps.solver.systems.goodput import efficiency_of
 HOUR = 3600.0
 RATE = "preemptions_per_hour"
 BELOW = 1 - 1e-5  # relative: of a rate, what is less, well above the tolerance of sums of needs
+MANY_RATES, CLEARLY_BELOW = 20, 0.95  # fronts; the same of those that follow them
 WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a job's time and price
 MOST_LOST = 700.0  # log of how much longer a job may take
 
@@ -67,16 +68,21 @@ def job_estimate(
 ) -> JobEstimate:
     """What `samples` take with a solution; with [goodput], those of batches of base_batch."""
     used = solution.batches > 0
+    rates, price = _rates(ranks), needs(ranks, PRICE)
+    lost, every = lost_to_preemptions(float(rates[used].sum()), cluster.spot)
+    seconds = _undisturbed_seconds(cluster, solution, samples) * lost
+    return JobEstimate(
+        seconds, None if price is None else float(price[used].sum()) * seconds / HOUR, lost, every
+    )
+
+
+def _undisturbed_seconds(cluster: Cluster, solution: ConstrainedSolution, samples: float) -> float:
+    """What `samples` take with a solution if no worker is taken away."""
     each = float(solution.batches.sum())
     if cluster.goodput is not None:
         a_step = 1 / (cluster.run.local_steps or 1)
         each = efficiency_of(cluster.goodput).estimate(cluster.job.global_batch, a_step).goodput
-    rates, price = _rates(ranks), needs(ranks, PRICE)
-    lost, every = lost_to_preemptions(float(rates[used].sum()), cluster.spot)
-    seconds = solution.iteration_seconds * samples / each * lost
-    return JobEstimate(
-        seconds, None if price is None else float(price[used].sum()) * seconds / HOUR, lost, every
-    )
+    return solution.iteration_seconds * samples / each
 
 
 def best_for_job(
@@ -96,9 +102,19 @@ def best_for_job(
     latest = math.inf if job.deadline_hours is None else job.deadline_hours * HOUR * WITHIN
     most = math.inf if job.budget is None else job.budget * WITHIN
     best: tuple[float, float] | None = None
-    chosen, soonest, least = None, math.inf, math.inf
-    for solution in _sets(constrained, price, _rates(ranks)):
-        found = job_estimate(cluster, ranks, solution, job.target)
+    chosen: ConstrainedSolution | None = None
+    soonest = least = math.inf
+    samples = job.target
+
+    def too_late(solution: ConstrainedSolution) -> bool:
+        """Whether no slower one of a front matters any more."""
+        if chosen is None:
+            return _undisturbed_seconds(cluster, solution, samples) > max(latest, soonest)
+        by = latest if job.deadline_hours is not None or best is None else best[0]
+        return _undisturbed_seconds(cluster, solution, samples) > by
+
+    for solution in _sets(constrained, price, _rates(ranks), too_late):
+        found = job_estimate(cluster, ranks, solution, samples)
         paid = found.price or 0.0
         soonest = min(soonest, found.seconds if paid <= most else math.inf)
         least = min(least, paid if found.seconds <= latest else math.inf)
@@ -110,22 +126,31 @@ def best_for_job(
     return chosen
 
 
-def _sets(constrained: ConstrainedProblem, price: Floats, rates: Floats) -> Iterator[ConstrainedSolution]:
-    """All solutions that no other beats in time, price an hour and rate of preemptions."""
-    limited = constrained
+def _sets(
+    constrained: ConstrainedProblem,
+    price: Floats,
+    rates: Floats,
+    too_late: Callable[[ConstrainedSolution], bool],
+) -> Iterator[ConstrainedSolution]:
+    """All solutions that no other beats in time, price an hour and rate of preemptions; of each front those
+    until one that is too late.
+    """
+    limited, fronts = constrained, 0
     while True:
-        largest = 0.0
+        largest, fronts = 0.0, fronts + 1
         try:
             for point in pareto_front(limited, price):
                 yield point.solution
                 largest = max(largest, float(rates[point.solution.batches > 0].sum()))
+                if too_late(point.solution):
+                    break
         except Infeasible:
             if limited is constrained:
                 raise
             return
         if largest == 0:
             return
-        fewer = Limit(RATE, rates, largest * BELOW)
+        fewer = Limit(RATE, rates, largest * (BELOW if fronts < MANY_RATES else CLEARLY_BELOW))
         limited = replace(constrained, limits=(*constrained.limits, fewer))
 
 

@@ -37,11 +37,14 @@ def round_samples(cluster: Cluster) -> int:
     return samples
 
 
-def local_groups(cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost]) -> list[WorkerGroup]:
+def local_groups(
+    cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost], least: Sequence[int]
+) -> list[WorkerGroup]:
     """The cluster's groups, where they take local steps: bounds for batches of whole local steps.
 
-    at_once: the most samples of each group at once. costs: of a step of one rank of each. Without local steps
-    the groups are unchanged. Raises InputError for a local batch that is less than a group's batch_multiple.
+    at_once, least: the most and the fewest samples of each group at once. costs: of a step of one rank of
+    each. Without local steps the groups are unchanged. Raises InputError for a local batch that is less than
+    a group's batch_multiple, or than its model trains on.
     """
     groups = cluster.worker
     if cluster.run.local_steps is None:
@@ -50,22 +53,26 @@ def local_groups(cluster: Cluster, at_once: Sequence[int], costs: Sequence[Cost]
     even = max(1, cluster.job.global_batch // workers)
     wanted = cluster.run.local_batch or even
     if wanted == AUTO:
-        wanted = _smallest_fast(groups, at_once, costs, even)
+        wanted = _smallest_fast(groups, at_once, costs, least, even)
     elif cluster.run.local_batch is not None:
         most = max(groups, key=lambda group: group.batch_multiple)
         if wanted < most.batch_multiple:
             expected = f"at least {most.batch_multiple}, the batch_multiple of {most.name}"
             raise InputError(CLUSTER_FILE, "run.local_batch", str(wanted), expected)
-    sizes = [_local_batch(group, min(wanted, most)) for group, most in zip(groups, at_once, strict=True)]
+        if wanted < max(least):
+            expected = f"at least {max(least)}: {groups[least.index(max(least))].name} trains on no fewer"
+            raise InputError(CLUSTER_FILE, "run.local_batch", str(wanted), expected)
+    each = zip(groups, at_once, least, strict=True)
+    sizes = [_local_batch(group, min(wanted, most), few) for group, most, few in each]
     whole = len(set(sizes)) == 1 and samples % sizes[0] == 0
     return [
         msgspec.structs.replace(
             group,
             max_batch=size,
             max_accumulation=min(MAX_PARTS, -(-samples // size)),
-            batch_multiple=size if whole and group.batch_multiple > 1 else group.batch_multiple,
+            batch_multiple=size if whole and _in_whole_steps(group, size, few) else group.batch_multiple,
         )
-        for group, size in zip(groups, sizes, strict=True)
+        for group, size, few in zip(groups, sizes, least, strict=True)
     ]
 
 
@@ -85,7 +92,11 @@ def idle_warning(cluster: Cluster, workers: Sequence[PlanWorker], iteration_seco
 
 
 def _smallest_fast(
-    groups: Sequence[WorkerGroup], at_once: Sequence[int], costs: Sequence[Cost], even: int
+    groups: Sequence[WorkerGroup],
+    at_once: Sequence[int],
+    costs: Sequence[Cost],
+    least: Sequence[int],
+    even: int,
 ) -> int:
     """The least samples of a local step, up to the even share, with which all workers together compute nearly
     as many samples a second as with any.
@@ -93,8 +104,8 @@ def _smallest_fast(
 
     def rate(size: int) -> float:
         found = 0.0
-        for group, most, cost in zip(groups, at_once, costs, strict=True):
-            own = _local_batch(group, min(size, most))
+        for group, most, cost, few in zip(groups, at_once, costs, least, strict=True):
+            own = _local_batch(group, min(size, most), few)
             found += group.count * group.ranks_each * own / cost.seconds(own)
         return found
 
@@ -103,7 +114,12 @@ def _smallest_fast(
     return min(size for size, found in rates.items() if found >= (1.0 - SLOWER) * max(rates.values()))
 
 
-def _local_batch(group: WorkerGroup, most: int) -> int:
-    """At most `most` samples, in whole multiples; at least one multiple, which then may not fit."""
+def _in_whole_steps(group: WorkerGroup, size: int, least: int) -> bool:
+    """Whether a group's local steps have all `size` samples: smaller ones may have fewer than `least`."""
+    return group.batch_multiple > 1 or size < 2 * least - 1
+
+
+def _local_batch(group: WorkerGroup, most: int, least: int) -> int:
+    """At most `most` samples, in whole multiples; at least `least`, and one multiple: these may not fit."""
     multiple = group.batch_multiple
-    return max(multiple, most // multiple * multiple)
+    return max(-(-least // multiple) * multiple, most // multiple * multiple)

@@ -42,7 +42,7 @@ from pyps.solver.constrained import (
     observed,
 )
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
-from pyps.solver.exact.throughput import Throughput, most_throughput
+from pyps.solver.exact.throughput import Throughput, most_throughput, rates_of
 from pyps.solver.job import best_for_job, job_estimate
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
@@ -68,6 +68,7 @@ from pyps.solver.units import by_rank
 
 AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
 MAX_REPEATS = 1000  # micro-batches that may be proposed
+MOST_RATES = 1 << 25  # of a split for throughput: a quarter of a gigabyte, and seconds
 
 
 def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> Plan:
@@ -121,17 +122,26 @@ def _fastest_solution(
         found.append(observed(constrained, even_units(constrained)))
     if not joint.meets and (most := _most_throughput(cluster, constrained)) is not None:
         found.append(observed(constrained, most.batches))
+    found = [one for one in found if one is joint or _is_affordable(cluster, ranks, one)]
     best = min(found, key=lambda solution: solution.iteration_seconds)
     return joint if joint.iteration_seconds <= best.iteration_seconds * (1 + AS_FAST) else best
 
 
+def _is_affordable(cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution) -> bool:
+    """Whether its samples cost no more than the cluster file allows."""
+    most, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
+    if most is None or price is None:
+        return True
+    return price_per_million(solution, float(price[solution.batches > 0].sum())) <= most
+
+
 def _most_throughput(cluster: Cluster, constrained: ConstrainedProblem) -> Throughput | None:
-    """The split with the most samples a second, where no worker waits and nothing but the sum of the batches
-    ties them; else None.
+    """The split with the most samples a second, where no worker waits, nothing but the sum of the batches
+    ties them, and they are not too many to try; else None.
     """
     tied = constrained.may_forbid or cluster.limits.price_per_million_samples is not None
     stated = cluster.run.local_steps is not None or cluster.job.is_bounded
-    if constrained.pace.kind != "free" or tied or stated:
+    if constrained.pace.kind != "free" or tied or stated or rates_of(constrained.problem) > MOST_RATES:
         return None
     return most_throughput(constrained.problem)
 

@@ -36,7 +36,16 @@ from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.motion import Trip
 from pyps.solver.sync import Sync
-from pyps.solver.units import ALL_REDUCE, inside_seconds, of_node, of_one_rank, passes_of, with_energy
+from pyps.solver.units import (
+    ALL_REDUCE,
+    inside_seconds,
+    of_node,
+    of_one_rank,
+    passes_of,
+    sample_multiple,
+    units_each,
+    with_energy,
+)
 
 STORE = "store"  # how a link was measured that is a store on the worker's own machine
 TURNS = "turns"  # the name of the server's link, which one worker at a time uses
@@ -93,7 +102,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
     """
     ranks = []
     profiles = [
-        at_multiple(profile, group.batch_multiple)
+        at_multiple(profile, sample_multiple(cluster, group, profile))
         for group, profile in zip(cluster.worker, profiles, strict=True)
     ]
     parts = cluster.run.accumulation or 1
@@ -101,7 +110,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
     if cluster.job.unit == "tokens":  # micro-batches have whole samples, too
-        tokens = [profile.model.tokens_per_sample or 1 for _, profile in of_ranks]
+        tokens = [units_each(cluster, profile) for _, profile in of_ranks]
         at_once = [most // each * each for most, each in zip(at_once, tokens, strict=True)]
         bounded = [
             msgspec.structs.replace(group, max_batch=most)
@@ -110,7 +119,8 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         of_ranks = [(group, profile) for group, (_, profile) in zip(bounded, of_ranks, strict=True)]
     cluster = msgspec.structs.replace(cluster, worker=[group for group, _ in of_ranks])
     fits = [_fit_of(group, profile) for group, profile in of_ranks]
-    groups = local_groups(cluster, at_once, [cost_of(fit) for fit in fits])
+    least = [(profile.min_batch or 1) * units_each(cluster, profile) for _, profile in of_ranks]
+    groups = local_groups(cluster, at_once, [cost_of(fit) for fit in fits], least)
     for group, (_, profile), most in zip(groups, of_ranks, at_once, strict=True):
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
@@ -220,8 +230,7 @@ def _accumulated(
 
 def unit_of(cluster: Cluster, rank: PlannedRank) -> int:
     """What a micro-batch of a rank has whole: samples, in the job's unit, of each rank of a node."""
-    tokens = rank.profile.model.tokens_per_sample or 1
-    return rank.group.ranks_each * (tokens if cluster.job.unit == "tokens" else 1)
+    return rank.group.ranks_each * units_each(cluster, rank.profile)
 
 
 def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCost]]:

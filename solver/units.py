@@ -14,10 +14,10 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import (
+    MAX_BATCH,
     Cluster,
     Fit,
     Forecast,
-    Memory,
     NoiseForecast,
     Plan,
     PlanWorker,
@@ -61,20 +61,29 @@ def _scaled_fit(fit: Fit, factor: int) -> Fit:
     )
 
 
+def units_each(cluster: Cluster, profile: Profile) -> int:
+    """What a sample of a profile counts, in the job's unit."""
+    return 1 if cluster.job.unit == "samples" else profile.model.tokens_per_sample or 1
+
+
+def sample_multiple(cluster: Cluster, group: WorkerGroup, profile: Profile) -> int:
+    """Of how many samples a group's batches are multiples; its batch_multiple is in the job's unit."""
+    each = units_each(cluster, profile)
+    return lcm(group.batch_multiple, each) // each
+
+
 def of_one_rank(cluster: Cluster, group: WorkerGroup, profile: Profile) -> tuple[WorkerGroup, Profile]:
     """The group and the profile of one of its ranks, in the job's unit, with the memory of a shard.
 
     Raises InputError where the profile lacks what that needs.
     """
     if cluster.sharding is not None:
-        profile = msgspec.structs.replace(profile, memory=_sharded(cluster, group, profile))
+        profile = _sharded(cluster, group, profile)
         group = msgspec.structs.replace(group, required=True)
     if group.parallel == "model" and group.devices > 1:
         group = _priced(group)
     if profile.min_batch is not None:
-        least = profile.min_batch * (
-            1 if cluster.job.unit == "samples" else profile.model.tokens_per_sample or 1
-        )
+        least = profile.min_batch * units_each(cluster, profile)
         group = msgspec.structs.replace(group, min_batch=max(group.min_batch or 1, least))
     if cluster.job.unit == "samples":
         return group, profile
@@ -129,11 +138,13 @@ def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> 
     return passes_of(cluster.sharding) * (n - 1) * a_step
 
 
-def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Memory | None:
-    """The memory model of one rank of a sharded model. profile: of the whole model."""
+def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Profile:
+    """The profile of one rank of a sharded model: what it no longer holds is room for more samples. profile:
+    of the whole model.
+    """
     memory, given = profile.memory, cluster.sharding
     if memory is None or given is None:
-        return memory
+        return profile
     parameters = profile.model.parameters
     if parameters is None:
         expected = "the model's number of parameters, for [sharding]"
@@ -144,8 +155,10 @@ def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Memory |
     each: float = _state_bytes(given, group, profile)
     each += BYTES if given.stage > 1 else 0
     each += BYTES - 2 * BYTES * given.whole if given.stage == GATHERED else 0
-    saved = int(parameters * each * (1 - 1 / ranks))
-    return msgspec.structs.replace(memory, fixed_bytes=max(0, memory.fixed_bytes - saved))
+    saved = min(memory.fixed_bytes, int(parameters * each * (1 - 1 / ranks)))
+    most = profile.max_batch and min(MAX_BATCH, profile.max_batch + int(saved // memory.bytes_per_sample))
+    memory = msgspec.structs.replace(memory, fixed_bytes=memory.fixed_bytes - saved)
+    return msgspec.structs.replace(profile, memory=memory, max_batch=most)
 
 
 def _state_bytes(given: Sharding, group: WorkerGroup, profile: Profile) -> float:

@@ -28,15 +28,14 @@ from pyps.formats import (
     check_cluster,
     encode,
     read_cluster,
-    read_profile,
     write_json,
 )
-from pyps.profiler.select import fit_of
+from pyps.profiler.select import fitted_profile
 from pyps.solver.auto_batch import BatchPoint, best_global_batch, front_over_batches
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
 from pyps.solver.costs import Floats
 from pyps.solver.job import limits_of_set
-from pyps.solver.milp.pareto import ParetoPoint, pareto_front
+from pyps.solver.milp.pareto import ParetoPoint, pareto_front, unbeaten
 from pyps.solver.plan import each_rank, plan_ranks
 from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
@@ -212,18 +211,17 @@ def what_if(
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
-    more = dict(_counted("--add", text) for text in add or ())
+    more = {name: sum(n or 1 for n in counts) for name, counts in _counted("--add", add).items()}
+    fewer = {n: None if None in c else sum(filter(None, c)) for n, c in _counted("--drop", drop).items()}
     new = [
         _new_group(name, count) for name, count in more.items() if name not in names and os.path.isfile(name)
     ]
-    known = {name: count or 1 for name, count in more.items() if name not in {g.profile for g in new}}
-    other = changed(read, known, dict(_counted("--drop", text) for text in drop or ()), new)
+    known = {name: count for name, count in more.items() if name not in {g.profile for g in new}}
+    other = changed(read, known, fewer, new)
     other = with_values(other, dict(_key_and_value(text) for text in values or ()))
     with names_file(cluster):
-        before, after = (
-            summary_of(_planned(cluster, c, planned_ranks(c, fitted_profiles(c))).shown)
-            for c in (read, other)
-        )
+        plans = [_planned(cluster, c, planned_ranks(c, fitted_profiles(c))) for c in (read, other)]
+        before, after = (summary_of(one.shown, one.problem.pace.kind != "free") for one in plans)
     sentence = verdict(before, after)
     if as_json:
         sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
@@ -315,11 +313,11 @@ def _front(
             cluster, ranks, price, pace, lambda batch: progress(f"computing the front of batch {batch}")
         )
         return [one.point for one in front], front
-    points = []
+    points: list[ParetoPoint] = []
     for point in pareto_front(planning_problem(cluster, ranks, pace), price):
         points.append(point)
         progress(f"computing the front: {len(points)} points")
-    return points, []
+    return unbeaten(points), []
 
 
 def _row(point: ParetoPoint, ranks: Sequence[PlannedRank]) -> dict[str, Any]:
@@ -338,16 +336,8 @@ def _row(point: ParetoPoint, ranks: Sequence[PlannedRank]) -> dict[str, Any]:
 
 def fitted_profiles(cluster: Cluster) -> list[Profile]:
     """The profile of each group, with a fit; a profile without one is fitted here."""
-    read = {path: _fitted(path) for path in dict.fromkeys(group.profile for group in cluster.worker)}
+    read = {path: fitted_profile(path) for path in dict.fromkeys(group.profile for group in cluster.worker)}
     return [read[group.profile] for group in cluster.worker]
-
-
-def _fitted(path: str) -> Profile:
-    profile = read_profile(path)
-    try:
-        return msgspec.structs.replace(profile, fit=fit_of(profile))
-    except InputError as error:
-        raise InputError(path, "points", error.found, error.expected) from None
 
 
 def _with_options(
@@ -374,7 +364,8 @@ def _with_options(
             raise InputError(
                 str(path), "goodput", "nothing", "noise, a file of a run; or noise_scale and base_batch"
             )
-        job = msgspec.structs.replace(job, global_batch=best_global_batch(read, ranks, pace_of(path, read)))
+        whole = msgspec.structs.replace(read, job=job)  # the noise of its quantile counts
+        job = msgspec.structs.replace(job, global_batch=best_global_batch(whole, ranks, pace_of(path, read)))
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
@@ -469,12 +460,15 @@ def _print(planned: _Planned, explain: bool, as_json: bool) -> None:
         show_explanation(explained(planned.plan, planned.ranks, planned.problem), err=as_json)
 
 
-def _counted(option: str, text: str) -> tuple[str, int | None]:
-    """The name and the number in "p100*2"; the number is None in "p100"."""
-    found = re.fullmatch(r"(.+?)(?:\*([1-9]\d{0,5}))?", text)
-    if found is None:
-        raise InputError(option, "", repr(text), "a name, or a name and a number as in p100*2")
-    return found[1], int(found[2]) if found[2] else None
+def _counted(option: str, texts: Sequence[str] | None) -> dict[str, list[int | None]]:
+    """By name, the numbers in texts such as "p100*2"; None in "p100"."""
+    counts = dict[str, list[int | None]]()
+    for text in texts or ():
+        found = re.fullmatch(r"(.+?)(?:\*([1-9]\d{0,5}))?", text)
+        if found is None:
+            raise InputError(option, "", repr(text), "a name, or a name and a number as in p100*2")
+        counts.setdefault(found[1], []).append(int(found[2]) if found[2] else None)
+    return counts
 
 
 def _key_and_value(text: str) -> tuple[str, str]:
@@ -484,6 +478,6 @@ def _key_and_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _new_group(path: str, count: int | None) -> WorkerGroup:
+def _new_group(path: str, count: int) -> WorkerGroup:
     """A group of workers with a profile that the cluster file does not name."""
-    return WorkerGroup(name=Path(path).stem, profile=path, count=count or 1)
+    return WorkerGroup(name=Path(path).stem, profile=path, count=count)

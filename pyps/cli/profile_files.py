@@ -156,9 +156,7 @@ def refined_for(cluster: Path, path: Path, measure: Callable[[list[int]], Profil
         return merged
 
     with names_file(cluster):
-        profiles, left = measured_for(
-            read, fitted_profiles(read), str(path), with_sizes, pace_of(cluster, read)
-        )
+        profiles, left = measured_for(read, fitted_profiles(read), name, with_sizes, pace_of(cluster, read))
     for line in lines_of_next(left):
         note(line)
     return next(p for group, p in zip(read.worker, profiles, strict=True) if group.profile == name)

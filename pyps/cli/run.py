@@ -129,6 +129,7 @@ def _resumed(
     saved = _saved_options(resume)
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
+    names |= {"pipeline", "depth"} if given & {"pipeline", "depth"} else set()  # one overrides the other, too
     changed = replace(saved, **{name: getattr(options, name) for name in names})
     if script is None and not is_own(run_dir):
         expected = (

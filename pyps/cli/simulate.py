@@ -36,7 +36,7 @@ from pyps.simulate import (
 from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.simulate.problem import NAME as QUADRATIC
 from pyps.simulate.problem import quadratic_of
-from pyps.store.policies import Policy, policy_named
+from pyps.store.policies import DEFAULT_POLICY, Policy, policy_named
 
 LOGISTIC = "logistic"
 LR = 0.1
@@ -62,7 +62,7 @@ class SimulateOptions:
     micro_batch: options.MicroBatchOption | None = None
     pipeline: options.PipelineOption | None = None
     seed: options.SeedOption = 0
-    round_timeout: options.RoundTimeoutOption = 60.0
+    round_timeout: options.RoundTimeoutOption | None = None
     rebalance: options.RebalanceOption = False
 
 
@@ -137,14 +137,14 @@ def simulate_command(
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     check_limits(SimulateOptions, given, "--")
     wanted = SimulateOptions(**given)
-    inputs = [*inputs_of(cluster, read_cluster(cluster)), plan]
     for option, path in (("--trace", trace_to), ("--plot", plot)):
-        not_an_input(option, path, inputs)
+        not_an_input(option, path, [*inputs_of(cluster, read_cluster(cluster)), plan])
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
     scenario = _scenario(cluster, wanted, plan)
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
-    chosen = _policies(policies or scenario.policy or "all", wanted.round_timeout, pipeline)
+    timeout = wanted.round_timeout or scenario.round_timeout
+    chosen = _policies(policies or scenario.policy or "all", timeout, pipeline)
     if learn and scenario.local != (inner_lr is not None):
         expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
         raise InputError("--inner-lr", "", str(inner_lr), expected)
@@ -203,12 +203,13 @@ def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
     return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-def _policies(text: str, round_timeout: float, pipeline: bool) -> list[Policy]:
+def _policies(text: str, round_timeout: float | None, pipeline: bool) -> list[Policy]:
+    seconds = round_timeout or DEFAULT_POLICY.round_timeout_seconds
     able = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline or not pipeline]
     names = able if text.strip() == "all" else text.split()
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')
-    return [policy_named(name, round_timeout, "--policies") for name in names]
+    return [policy_named(name, seconds, "--policies") for name in names]
 
 
 def _constants(lr: float | None, *, local: bool) -> Hyper:

@@ -418,7 +418,12 @@ def _check_stated(where: str, cluster: Cluster, key: str, why: str) -> None:
 
 def _check_simulation(where: str, cluster: Cluster) -> None:
     held: set[str] = set()
+    links = {resource.name for resource in cluster.shared}
     for k, host in enumerate(cluster.simulation.host):
+        if host.name in links:
+            found = f"{host.name!r} a second time"
+            raise InputError(where, f"simulation.host[{k}].name", found, "a name of no other link")
+        links.add(host.name)
         for name in host.workers:
             _check_named(where, f"simulation.host[{k}].workers", cluster, name)
             if twice := held & set(cluster.named(name)):

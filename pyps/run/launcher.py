@@ -460,7 +460,8 @@ def _catch_signals(handler: Callable[[int, object], None]) -> dict[int, object]:
     handlers: dict[int, object] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            handlers[number] = signal.signal(number, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                handlers[number] = signal.signal(number, handler)
     except ValueError:
         pass
     return handlers

@@ -58,9 +58,12 @@ class RunOptions(ModeOptions):
     metrics: options.MetricsOption = ()
 
     def check(self) -> None:
-        """Raise InputError, naming the option, if a number is outside its limits."""
+        """Raise InputError, naming the option, if a number is outside its limits, or contradicts another."""
         options.check_limits(RunOptions, vars(self))
         interval_of(self.checkpoint_every, "checkpoint_every")
+        if self.depth is not None and self.pipeline is not None and self.pipeline != (self.depth > 1):
+            expected = "at least 2 with pipeline" if self.pipeline else "1 with no pipeline"
+            raise InputError("depth", "", str(self.depth), expected)
 
 
 def options_to_json(given: RunOptions) -> dict[str, Any]:

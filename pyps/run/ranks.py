@@ -18,7 +18,8 @@ from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
 from pyps.native.values import CostModel
 from pyps.profiler.fit import fit_points, predict_seconds
-from pyps.profiler.select import fit_of
+from pyps.profiler.multiples import fit_at
+from pyps.profiler.select import fitted_profile
 from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table
 from pyps.solver.links import stated_links
@@ -59,8 +60,7 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     specs: dict[str, ThrottleSpec | None] = {}
     cluster = read_cluster(source)
     for group in cluster.worker:
-        profile = read_profile(group.profile)
-        fit = fit_of(profile)
+        fit = fit_at(fitted_profile(group.profile), group.batch_multiple)
         for name in group.worker_names():
             specs[name] = ThrottleSpec(fit=fit, links=stated_links(cluster, group, name))
     for k, worker in enumerate(plan.workers):
@@ -94,9 +94,7 @@ def other_cluster(plan: Plan, source: str | os.PathLike[str] | None) -> list[str
     if source is None or os.fspath(source) == FROM_PLAN:
         return []
     cluster = read_cluster(source)
-    profiles = [read_profile(group.profile) for group in cluster.worker]
-    fitted = [msgspec.structs.replace(profile, fit=fit_of(profile)) for profile in profiles]
-    return differences(plan, cluster, fitted)
+    return differences(plan, cluster, [fitted_profile(group.profile) for group in cluster.worker])
 
 
 def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:

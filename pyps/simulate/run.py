@@ -28,7 +28,7 @@ from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.mode import may_change
-from pyps.store.policies import Policy, check_pipeline, policy_named, register_policy
+from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named, register_policy
 
 CURVE_POINTS = 200
 LOOK_NANOSECONDS = 50_000_000  # between two looks, as a launcher's
@@ -74,7 +74,7 @@ def simulate(
             raise InputError("simulate", name, str(value), f"at least {least}")
     if target_loss is not None and objective is None:
         raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
-    chosen = policy_named(policy) if isinstance(policy, str) else policy
+    chosen = _policy_of(scenario, policy) if isinstance(policy, str) else policy
     depths = _depths(scenario, pipeline)
     if max(depths) > 1:
         check_pipeline(chosen)
@@ -95,6 +95,11 @@ def simulate(
     balancing = Rebalancing(engine) if rebalance else None
     engine.work(seconds)
     return _result(engine, chosen, seed, balancing.replans() if balancing is not None else None)
+
+
+def _policy_of(scenario: Scenario, text: str) -> Policy:
+    """The policy of a text, with the scenario's round timeout."""
+    return policy_named(text, scenario.round_timeout or DEFAULT_POLICY.round_timeout_seconds)
 
 
 def _depths(scenario: Scenario, pipeline: bool | int) -> list[int]:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import numpy as np
 
 from pyps.errors import InputError
@@ -22,11 +21,11 @@ from pyps.formats import (
     WorkerMode,
     read_cluster,
     read_plan,
-    read_profile,
 )
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.profiler.fit import predict_seconds
-from pyps.profiler.select import fit_of
+from pyps.profiler.multiples import fit_at
+from pyps.profiler.select import fitted_profile
 from pyps.simulate.clock import LinkClass, Network
 from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
@@ -85,11 +84,12 @@ class SimWorker:
 @dataclass(frozen=True)
 class Scenario:
     """A cluster in virtual time. `down_bytes` and `up_bytes` are one pull and one push of one worker.
-    `policy`: the plan's, where one is stated. `pipelined`: the plan has several steps of a worker under way.
-    `schedule`: the planned turns, for policies that take turns; None: in the order of ranks. `local`: each
-    micro-batch of a worker is a local step. `merges`: the times that a worker pulls between two pushes, and
-    goes on from there; not where workers wait for rounds, take turns, or have a pipeline. `differences`: in
-    what a given plan is not the cluster file's. `noticed`: seconds until the others notice a death.
+    `policy`, `round_timeout` (seconds): the plan's, where they are stated. `pipelined`: the plan has several
+    steps of a worker under way. `schedule`: the planned turns, for policies that take turns; None: in the
+    order of ranks. `local`: each micro-batch of a worker is a local step. `merges`: the times that a worker
+    pulls between two pushes, and goes on from there; not where workers wait for rounds, take turns, or have a
+    pipeline. `differences`: in what a given plan is not the cluster file's. `noticed`: seconds until the
+    others notice a death.
     """
 
     workers: tuple[SimWorker, ...]
@@ -102,6 +102,7 @@ class Scenario:
     local: bool = False
     merges: int = 0
     policy: str = ""
+    round_timeout: float | None = None
     pipelined: bool = False
     differences: tuple[str, ...] = ()
     noticed: float = NOTICED_SECONDS
@@ -143,7 +144,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     cluster; None: plan it. Raises InputError, Infeasible.
     """
     cluster = _readable(path)
-    profiles = {group.name: _profile(group) for group in cluster.worker}
+    profiles = {group.name: fitted_profile(group.profile) for group in cluster.worker}
     plan = _plan(path, cluster, profiles, plan_path)
     fitted = [profiles[group.name] for group in cluster.worker]
     batches = [w.batch for w in plan.workers]
@@ -175,6 +176,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         schedule=None if even else plan_turns(plan, str(plan_path or path)),
         local=local,
         policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
+        round_timeout=(plan.run or cluster.run).round_timeout,
         pipelined=plan.run is not None and plan.run.pipeline,
         differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
@@ -217,10 +219,11 @@ def _as_planned(
     averaged = (plan.run.average_moments or 0) if plan.run is not None else 0
     mode = plan.mode_of(planned)
     up, down = (share + averaged for share in byte_shares(mode))
+    in_parts = local or planned.max_accumulation > 1  # an even batch that is too large is computed at once
     return replace(
         worker,
         batch=batch,
-        micro_batch=(most if local else 0) if even else planned.most_at_once,
+        micro_batch=0 if even and not in_parts else planned.most_at_once,
         max_samples=0 if even else most,
         up_share=up,
         down_share=down,
@@ -255,14 +258,9 @@ def _plan(source: StrPath, cluster: Cluster, profiles: dict[str, Profile], path:
     return plan
 
 
-def _profile(group: WorkerGroup) -> Profile:
-    profile = read_profile(group.profile)
-    return msgspec.structs.replace(profile, fit=fit_of(profile))
-
-
 def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
     simulation = cluster.simulation
-    fit = fit_of(profile)
+    fit = fit_at(profile, group.batch_multiple)
     cost, rank = fitted_cost(fit), PlannedRank(group.name, group, profile, fit)
     bandwidth, latency = (group.bandwidth, group.latency) if cluster.sync else (rank.bandwidth, rank.latency)
     host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}

@@ -78,12 +78,13 @@ def fastest(
     constrained: ConstrainedProblem,
     spend: tuple[Floats, float] | None = None,
     not_before: float | None = None,
+    step: float = 0.0,
 ) -> ConstrainedSolution | None:
     """The solution with the shortest longest step; None if the side constraints allow none.
 
     spend: a need of each worker, and what need times seconds must not exceed. not_before: seconds that no
-    solution is below; None: those without side constraints. Raises Infeasible if no split exists even without
-    side constraints, TooManyKinds.
+    solution is below; None: those without side constraints. step: relative: times that differ by less count
+    as equal. Raises Infeasible if no split exists even without side constraints, TooManyKinds.
     """
     if not_before is None:
         free = _without_ties(constrained)
@@ -92,6 +93,7 @@ def fastest(
         if free.longest_seconds <= not_before and spend is None and _allowed(constrained, free.batches):
             return free
     search = _Search(constrained)
+    search.step = step
     if spend is not None:
         need, at_most = spend
         search.spend = Room(search.of_kinds(need), at_most)
@@ -354,7 +356,7 @@ class _Search:
             less = _sum(self.goal.need, counts) * (1 - max(self.step, ROUNDING))
             self.goal.at_most = math.nextafter(less, -math.inf)
         elif found.longest_seconds < self.target:
-            self.target = found.longest_seconds * (1 - ROUNDING)
+            self.target = found.longest_seconds * (1 - max(self.step, ROUNDING))
         else:
             return False
         self.winner = found

@@ -35,6 +35,12 @@ class Throughput:
     gap: float
 
 
+def rates_of(problem: Problem) -> int:
+    """How many rates the search has in memory: one of each worker for each of its batches."""
+    unit = math.gcd(problem.global_batch, *problem.batch_multiple.tolist())
+    return int(np.minimum(problem.max_batch, problem.global_batch).sum()) // unit
+
+
 def most_throughput(problem: Problem) -> Throughput:
     """The optimum of the program above, or a split with its gap. Raises Infeasible as `solve`."""
     feasible = solve(problem).batches  # raises where nothing fits
@@ -101,18 +107,19 @@ def _by_price(rates: list[Floats], total: int, unit: int, feasible: Ints) -> Thr
 def _moved(rates: list[Floats], batches: Ints, total: int) -> Ints | None:
     """The batches with single steps, each the best there is, until they sum to the total; None: stuck."""
     batches = batches.copy()
+    allowed = [np.flatnonzero(own > NEVER) for own in rates]
     for _ in range(total):
         left = total - int(batches.sum())
         if left == 0:
             return batches
         best, where, what = NEVER, -1, 0
         for k, own in enumerate(rates):
-            step = np.flatnonzero(own > NEVER)
-            step = step[step > batches[k]] if left > 0 else step[step < batches[k]]
-            step = step[np.abs(step - batches[k]) <= abs(left)]
-            if not len(step):
+            place = int(np.searchsorted(allowed[k], batches[k])) + (1 if left > 0 else -1)
+            if not 0 <= place < len(allowed[k]):
                 continue
-            to = int(step[0] if left > 0 else step[-1])
+            to = int(allowed[k][place])
+            if abs(to - int(batches[k])) > abs(left):
+                continue
             gain = (float(own[to]) - float(own[batches[k]])) / abs(to - int(batches[k]))
             if gain > best:
                 best, where, what = gain, k, to

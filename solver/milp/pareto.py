@@ -5,13 +5,16 @@ cheaper at the same time. The front is computed from its fastest end: the least 
 least price within that time, then the next lower price. A job's cost is the product of time and price. The
 solution with the least product is on this front too, because a solution that is better in both time and price
 has a smaller product.
+
+Of workers that are all unlike, every choice may be worth its price. So after MANY points the prices go
+on in steps of COARSE, and so do times where a search has no end: no solution is better by more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,11 +23,18 @@ from pyps.errors import Infeasible
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
 from pyps.solver.costs import Floats
 from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
-from pyps.solver.milp.constrained import constrained_milp, solution_of, solve_constrained, total_need
+from pyps.solver.milp.constrained import (
+    constrained_milp,
+    solution_of,
+    solve_by_milp,
+    solve_constrained,
+    total_need,
+)
 
 PRICE = "price_per_hour"
 TIME_TOLERANCE = 1e-6  # relative: the error that HiGHS may make in a bound on the time
 CHEAPER = 1e-4  # relative: how much cheaper the next point is at least; well above HiGHS' tolerance
+MANY, COARSE = 100, 0.01  # points; the same of what follows them
 
 
 @dataclass(frozen=True)
@@ -38,17 +48,54 @@ class ParetoPoint:
     price_per_million_samples: float
 
 
+@dataclass
+class _Steps:
+    """By how much two prices, and two times, of a front differ at least, relatively."""
+
+    price: float = CHEAPER
+    time: float = 0.0
+
+    def search(self, searched: Callable[[], ConstrainedSolution | None]) -> ConstrainedSolution | None:
+        """What a search finds, with coarse steps if it has no end with these. Raises TooManyKinds."""
+        try:
+            return searched()
+        except TooManyKinds:
+            if self.time == COARSE:
+                raise
+            self.price = self.time = COARSE
+            return searched()
+
+
 def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[ParetoPoint]:
     """The points of the front, fastest first. price: of one hour of each worker.
 
     Raises Infeasible if there is no solution, PypsError if HiGHS stops without a proof.
     """
     solution: ConstrainedSolution | None = solve_constrained(constrained)
+    steps, count = _Steps(), 0
+    before: ParetoPoint | None = None
     while solution is not None:
-        point = _point(_cheapest(constrained, price, solution), price)
-        yield point
-        budget, earlier = point.price_per_hour * (1 - CHEAPER), solution.longest_seconds
-        solution = _fastest(constrained, price, budget, earlier * (1 - TIME_TOLERANCE))
+        point = _point(_cheapest(constrained, price, solution, steps), price)
+        if before is not None and before.solution.longest_seconds < point.solution.longest_seconds:
+            yield before  # coarse steps may find one that is as fast, and cheaper, after it
+            count += 1
+        if count == MANY:
+            steps.price = COARSE
+        before = point
+        solution = _fastest(constrained, price, point, steps)
+    if before is not None:
+        yield before
+
+
+def unbeaten(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
+    """Those of a front that no other beats, fastest first. Where workers do not wait for the slowest, it is a
+    front of the longest step, and one with a longer step may pass more samples.
+    """
+    found: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda one: (one.solution.iteration_seconds, one.price_per_hour)):
+        if not found or point.price_per_hour < found[-1].price_per_hour:
+            found.append(point)
+    return found
 
 
 def within_budget(
@@ -102,37 +149,42 @@ def price_per_million(solution: ConstrainedSolution, price_per_hour: float) -> f
 
 
 def _fastest(
-    constrained: ConstrainedProblem, price: Floats, budget: float, not_before: float
+    constrained: ConstrainedProblem, price: Floats, before: ParetoPoint, steps: _Steps
 ) -> ConstrainedSolution | None:
-    """The fastest solution within a price an hour; not_before: seconds that none is below."""
+    """The fastest solution that is cheaper than the point before it by a step."""
+    budget, seconds = before.price_per_hour * (1 - steps.price), before.solution.longest_seconds
     if budget <= 0:
         return None
     limited = replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, budget)))
     if handles(limited):
         with contextlib.suppress(TooManyKinds):
-            return fastest(limited, not_before=not_before)
+            not_before = seconds * (1 - TIME_TOLERANCE)
+            return steps.search(lambda: fastest(limited, not_before=not_before, step=steps.time))
     try:
-        return solve_constrained(limited)
+        return solve_by_milp(limited)
     except Infeasible:
         return None
 
 
 def _cheapest(
-    constrained: ConstrainedProblem, price: Floats, solution: ConstrainedSolution
+    constrained: ConstrainedProblem, price: Floats, solution: ConstrainedSolution, steps: _Steps
 ) -> ConstrainedSolution:
     """The least price within the time of `solution`, then the least time with the workers of that one."""
     hourly = float(price[solution.batches > 0].sum())
     if handles(constrained):
         with contextlib.suppress(TooManyKinds):
             latest = solution.longest_seconds * (1 + ROUNDING)
-            return cheapest(constrained, price, latest, hourly * (1 - CHEAPER), CHEAPER) or solution
+            found = steps.search(
+                lambda: cheapest(constrained, price, latest, hourly * (1 - steps.price), steps.price)
+            )
+            return found or solution
     limit = Limit(PRICE, price, hourly)
     milp, seconds = constrained_milp(constrained)
     milp.model += seconds <= solution.longest_seconds / milp.scale * (1 + TIME_TOLERANCE)
     if not milp.minimise(total_need(milp, limit)):
         return solution
     cheap = solution_of(constrained, milp)
-    if float(price[cheap.batches > 0].sum()) >= limit.at_most * (1 - CHEAPER):
+    if float(price[cheap.batches > 0].sum()) >= limit.at_most * (1 - steps.price):
         return solution
     return solve_constrained(_only(constrained, cheap.batches > 0))
 

@@ -316,7 +316,7 @@ class Balancer:
         few = min(TRIED, bound.most) if split[most] >= 2 * TRIED else 1
         tried = -(-max(bound.least_multiple, few) // giver.multiple) * giver.multiple  # what it can give
         split[most], split[rank] = split[most] - tried, tried
-        if split[most] < giver.least_multiple or tried % bound.multiple:
+        if split[most] < giver.least_multiple or tried % bound.multiple or tried > bound.most:
             return None
         samples = "one sample" if tried == 1 else f"{tried} samples"
         change = self._change(step, ranks.split, tuple(split), f"rank {rank} is tried with {samples}")

@@ -67,16 +67,19 @@ def next_split(
         seconds = round_seconds(costs, batches) + overhead_seconds
         return statistical.estimate(sum(batches), seconds).goodput
 
+    def learns(batches: Split) -> bool:
+        return statistical.efficiency(sum(batches)) >= least_efficiency
+
     allowed = min(most, int(sum(split) * FASTEST_GROWTH))
     tried = takewhile(lambda b: b <= allowed, (round(statistical.base_batch * STEP**k) for k in count()))
+    splits = ((total == statistical.base_batch, _split_of(total, devices)) for total in tried)
     found = [
         batches
-        for total in tried
-        if total == statistical.base_batch or statistical.efficiency(total) >= least_efficiency
-        if (batches := _split_of(total, devices)) is not None
+        for is_base, batches in splits
+        if batches is not None and (is_base or (sum(batches) <= allowed and learns(batches)))
     ]
     best = max(found, key=goodput, default=split)
-    enough = statistical.efficiency(sum(split)) >= least_efficiency or sum(split) == statistical.base_batch
+    enough = learns(split) or sum(split) == statistical.base_batch
     return best if not enough or goodput(best) > goodput(split) * (1 + LEAST_GAIN) else split
 
 

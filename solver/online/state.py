@@ -69,8 +69,9 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a Device.
 
     known: seconds by batch, over how many steps and with which scatter `timed` says; `scatter` is the latest.
-    slopes: bounds of the slope, since the device has changed; first: its cost before that. drift: of each
-    rate the odds, the place and the variance; slow: slow steps that lasted and that passed.
+    slopes: bounds of the slope, since the device has changed; first, first_slope: its cost and slope before
+    that. drift: of each rate the odds, the place and the variance; slow: slow steps that lasted and that
+    passed.
     """
 
     prior: CostMessage
@@ -79,6 +80,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     timed: list[tuple[float, float]] = []
     slopes: tuple[float, float] | None = None
     first: CostMessage | None = None
+    first_slope: float = 1.0
     profiled: bool = True
     scatter: float = NOISE
     scattered: int = 0
@@ -95,6 +97,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
             timed=[(timed.steps, timed.scatter) for timed in online.known.values()],
             slopes=online.slopes,
             first=CostMessage.of(online.first) if online.first is not None else None,
+            first_slope=online.first_slope,
             profiled=online.profiled,
             scatter=online.scatter,
             scattered=online.scattered,
@@ -109,6 +112,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
         online.prior, online.profiled = self.prior.cost(), self.profiled
         online.known = {b: Timed(s, *more) for (b, s), more in zip(self.known, timed, strict=True)}
         online.slopes, online.level, online.scatter = self.slopes, self.level, self.scatter
+        online.first_slope = self.first_slope
         online.scattered, (online.lasted, online.passed) = self.scattered, self.slow
         if self.drift is not None:
             online.drift.odds, online.drift.at, online.drift.variances = map(list, self.drift)

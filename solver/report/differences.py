@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pyps.formats import Cluster, Plan, Profile
 from pyps.formats.mode import RunTable
+from pyps.profiler.multiples import fit_at
 from pyps.solver.mode import stated_policy
 from pyps.solver.ranks import cost_of, max_batch_of
 
@@ -55,7 +56,8 @@ def _of_workers(plan: Plan, cluster: Cluster, profiles: Sequence[Profile]) -> It
             continue
         batch = max(1, worker.batch)
         if worker.fit is not None and plan.noise is None:
-            now, then = cost_of(profile.fit).seconds(batch), cost_of(worker.fit).seconds(batch)
+            fits = fit_at(profile, group.batch_multiple), worker.fit
+            now, then = (cost_of(fit).seconds(batch) for fit in fits)
             if not math.isclose(now, then, rel_tol=SAME_COST):
                 found = f"{1e3 * now:.4g} ms for {batch} samples"
                 yield _line(f"worker[{k}].profile", found, f"{1e3 * then:.4g} ms")

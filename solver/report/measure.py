@@ -23,6 +23,7 @@ from pyps.formats import Cluster, Pace, Plan, Profile
 from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of
+from pyps.solver.units import sample_multiple, units_each
 
 WORTH = 0.01  # of the iteration
 NEAR = WORTH / 2  # relative: a size this close to a measured one says nothing new
@@ -59,7 +60,8 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
     """
     plan, all_measured = make_plan(cluster, profiles, pace), profiles
     profiles = [
-        at_multiple(p, group.batch_multiple) for group, p in zip(cluster.worker, profiles, strict=True)
+        at_multiple(p, sample_multiple(cluster, group, p))
+        for group, p in zip(cluster.worker, profiles, strict=True)
     ]
     hopeful = [_optimistic(profile) for profile in profiles]
     best = make_plan(cluster, hopeful, pace)
@@ -73,8 +75,8 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
     multiples = {}
     for group, profile in zip(cluster.worker, all_measured, strict=True):
         shown = shown_multiple(profile)
-        if shown is not None and group.batch_multiple % shown:
-            multiples[group.name] = shown
+        if shown is not None and sample_multiple(cluster, group, profile) % shown:
+            multiples[group.name] = shown * units_each(cluster, profile)
     found += _off_multiples(cluster, all_measured, plan)
     return NextSizes(may_win, found, multiples)
 
@@ -152,7 +154,7 @@ def _unmeasured(
     named: set[int] = set()
     for plan in plans:
         for worker in plan.workers:
-            size = worker.micro_batch
+            size = worker.micro_batch // units_each(cluster, profile)
             known = any(abs(size / one - 1) <= NEAR for one in [*measured, *named])
             if worker.name in group.worker_names() and size and not known:
                 named.add(size)
@@ -168,9 +170,10 @@ def _off_multiples(cluster: Cluster, profiles: Sequence[Profile], plan: Plan) ->
         if not large:
             continue
         every, shown = all(batch % LEAST == 0 for batch in large), shown_multiple(profile)
-        sizes = [w.micro_batch for w in plan.workers if w.name in group.worker_names() and w.micro_batch]
+        each, names = units_each(cluster, profile), group.worker_names()
+        sizes = [w.micro_batch // each for w in plan.workers if w.name in names and w.micro_batch]
         near = min(large, key=lambda batch: abs(batch - (sizes[0] if sizes else large[-1])))
-        if every and group.batch_multiple == 1:
+        if every and sample_multiple(cluster, group, profile) == 1:
             yield NextSize(
                 group.name, group.profile, near - 1, f"all sizes measured are multiples of {LEAST}"
             )

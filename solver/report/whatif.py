@@ -32,9 +32,10 @@ class PlanSummary:
     price: float | None = None
 
 
-def summary_of(plan: Plan) -> PlanSummary:
-    """The main figures of a plan."""
-    busy = sum(worker.predicted_seconds for worker in plan.workers)
+def summary_of(plan: Plan, waits: bool = True) -> PlanSummary:
+    """The main figures of a plan. waits: workers wait for the slowest; else those in use always compute."""
+    longest = plan.iteration_seconds
+    busy = sum(min(w.predicted_seconds, longest) if waits else longest for w in plan.workers if w.batch)
     return PlanSummary(
         iteration_seconds=plan.iteration_seconds,
         samples_per_second=plan.global_batch / plan.iteration_seconds,

@@ -75,6 +75,12 @@ def best_batch(
     """
     step = gcd(*constrained.problem.batch_multiple.tolist())
     last = min(most, int(constrained.problem.max_batch.sum()), MAX_BATCH) // step
+    none = Infeasible(
+        f"no global batch up to {most} has a split",
+        "raise the workers' maxima or the limits, or lower their minima",
+    )
+    if last < 1:
+        raise none
     best: tuple[float, int, ConstrainedSolution] | None = None
     bound = _bound_of(constrained)
     seen: set[int] = set()
@@ -106,10 +112,7 @@ def best_batch(
             if final - first > 1:
                 heapq.heappush(boxes, box(first, final))
     if best is None:
-        raise Infeasible(
-            f"no global batch up to {most} has a split",
-            "raise the workers' maxima or the limits, or lower their minima",
-        )
+        raise none
     return best[1], best[2]
 
 

@@ -300,3 +300,26 @@ def test_what_cannot_be_is_refused_with_the_smallest_change(
     assert done.code == 3
     assert way_out in done.err
     assert done.err.count("\n") == 1
+
+
+def test_what_if_adds_up_what_is_given_twice(shell: Shell) -> None:
+    both = ["--drop", "slow*1", "--drop", "slow"]
+    twice = shell("what-if", "cluster.toml", "--add", "fast", "--add", "fast", *both)
+    assert twice.out == shell("what-if", "cluster.toml", "--add", "fast*2", "--drop", "slow").out
+    few = shell("what-if", "cluster.toml", "--add", "fast", "--drop", "slow*1", "--drop", "slow*1")
+    assert few.out == shell("what-if", "cluster.toml", "--add", "fast", "--drop", "slow").out
+
+
+def test_workers_that_wait_for_nothing_compute_all_the_time(shell: Shell) -> None:
+    slower = CLUSTER.replace("bandwidth = 1e9\nmax_batch = 256", "bandwidth = 1e6\nmax_batch = 256")
+    found = json.loads(shell("what-if", "cluster.toml", "--set", "run.policy=asp", "--json", text=slower).out)
+    assert 0 < found["before"]["utilisation"] <= found["after"]["utilisation"] == 1
+
+
+def test_the_batch_that_is_chosen_is_that_of_the_quantile(shell: Shell) -> None:
+    """As where the file states it."""
+    options = ["--global-batch", "auto", "--json"]
+    by_option = json.loads(shell("cluster.toml", *options, "--quantile", "0.99").out)
+    text = CLUSTER.replace("global_batch = 600", "global_batch = 600\nquantile = 0.99")
+    by_file = json.loads(shell("cluster.toml", *options, text=text).out)
+    assert by_option["global_batch"] == by_file["global_batch"]

@@ -66,8 +66,11 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
     assert lines == ["timing cpu: 0 s, at most 90 s left", "timing cpu: 6 s, at most 84 s left"]
 
 
-def test_a_cluster_says_what_to_measure(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps get dearer from 100 samples on, which the first sizes do not show."""
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_cluster_says_what_to_measure(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    """Steps get dearer from 100 samples on, which the first sizes do not show; however the file is named."""
     asked: list[list[int]] = []
 
     def timed(model: str, *, batches: list[int], **given: object) -> Profile:
@@ -83,14 +86,15 @@ def test_a_cluster_says_what_to_measure(shell: Shell, monkeypatch: pytest.Monkey
     groups = "".join(f'[[worker]]\nname = "{k}"\nprofile = "{k}.json"\n' for k in ("tail", "line"))
     Path("two.toml").write_text(f"[job]\nglobal_batch = 300\n{groups}")
     first = ["m", "--batches", "1,15,256", "--no-plot"]
-    done = shell(*first, "--for", "two.toml", "-o", "tail.json")
+    output = str(Path("tail.json").absolute()) if absolute else "tail.json"
+    done = shell(*first, "--for", "two.toml", "-o", output)
     assert done.code == 0, done.err
     assert "measuring" in done.err
     assert "no split can save more than 1 %" in done.err
     known = [point.batch for point in read_profile("tail.json").points]
     assert {1, 15, 256} < set(known)
     looked = len(asked)
-    assert shell(*first, "--for", "two.toml", "-o", "tail.json").code == 0
+    assert shell(*first, "--for", "two.toml", "-o", output).code == 0
     assert len(asked) == looked  # all is known
     refused = shell(*first, "--for", "two.toml")
     assert refused.code == 2

@@ -260,6 +260,16 @@ def test_the_command_is_there(cluster: Path) -> None:
             '[[simulation.host]]\nname="b"\nbandwidth=1.0\nworkers=["fast-1"]',
             "second time",
         ),
+        (
+            '[[simulation.host]]\nname="a"\nbandwidth=1.0\nworkers=["fast"]\n'
+            '[[simulation.host]]\nname="a"\nbandwidth=2.0\nworkers=["slow"]',
+            r"host\[1\].name: found 'a' a second time",
+        ),
+        (
+            '[[shared]]\nname="a"\nbandwidth=1.0\n'
+            '[[simulation.host]]\nname="a"\nbandwidth=2.0\nworkers=["slow"]',
+            r"host\[0\].name: found 'a' a second time",
+        ),
     ],
 )
 def test_bad_simulations_are_refused(cluster: Path, text: str, message: str) -> None:
@@ -310,3 +320,51 @@ def test_churn_is_simulated_and_what_it_takes_is_shown(cluster: Path) -> None:
 def test_the_help_says_the_rate_of_local_steps() -> None:
     help_of = {option.name: getattr(option, "help", "") for option in typer.main.get_command(app).params}
     assert f"with local steps, {OUTER.lr}." in help_of["lr"]
+
+
+STOPPED = '[[simulation.fault]]\nworker = "slow"\nat = 1.0\nkind = "stop"\nseconds = 20.0\n'
+
+
+def test_the_round_timeout_is_the_plans(cluster: Path) -> None:
+    """A worker that stands still for longer is fenced, as in the run; an option says otherwise."""
+    cluster.write_text(f'{CLUSTER}[run]\npolicy = "bsp"\nround_timeout = 3.0\n{STOPPED}')
+    options = (cluster, "--iterations", 40, "--json")
+    (planned,), (patient,) = (json.loads(ask(*options, *more)) for more in ([], ["--round-timeout", 60]))
+    assert planned["fenced"] > 0 == patient["fenced"]
+    assert simulate(scenario_of(cluster), "bsp", iterations=40).fenced == planned["fenced"]
+
+
+def test_equal_batches_are_simulated_as_they_are_planned(cluster: Path) -> None:
+    """In micro-batches, where memory holds no more."""
+    small = 'profile = "slow.json"\nmax_batch = 8\nmax_accumulation = 8\n'
+    cluster.write_text(CLUSTER.replace('profile = "slow.json"\n', small))
+    fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}
+    profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
+    even = make_plan(read_cluster(cluster), profiles).even_split.seconds
+    found = simulate(scenario_of(cluster, even=True), "bsp", iterations=20)
+    assert found.iteration_seconds == pytest.approx(even, rel=1e-6)
+
+
+def test_a_device_that_is_fast_at_multiples_is_simulated_as_planned(cluster: Path) -> None:
+    """Sizes off the multiples say nothing of batches that are multiples."""
+    sizes = [8, 16, 32, 40, 48, 64, 80, 96, 129, 160, 192, 200, 256]
+    points = [{"batch": b, "seconds": (0.01 + 1e-3 * b) * (1.3 if b % 8 else 1.0)} for b in sizes]
+    device = profile(0.01, 0.001) | {"points": points, "max_batch": 256}
+    cluster.with_name("fast.json").write_text(json.dumps(device))
+    text = CLUSTER.replace('profile = "fast.json"\n', 'profile = "fast.json"\nbatch_multiple = 8\n')
+    cluster.write_text(text.replace("96", "280"))
+    fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}
+    profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
+    plan = make_plan(read_cluster(cluster), profiles)
+    write_json(cluster.with_name("plan.json"), plan)
+    scenario = scenario_of(cluster, plan_path=cluster.with_name("plan.json"))
+    assert scenario.differences == ()
+    found = simulate(scenario, "bsp", iterations=20)
+    assert found.iteration_seconds == pytest.approx(plan.iteration_seconds, rel=1e-6)
+
+
+def test_a_profile_that_cannot_be_fitted_is_named(cluster: Path) -> None:
+    path = cluster.with_name("slow.json")
+    path.write_text(json.dumps(profile(0.02, 0.004) | {"points": [{"batch": 8, "seconds": 0.1}]}))
+    with pytest.raises(InputError, match=r"slow\.json: points: found 1 distinct batch"):
+        scenario_of(cluster)

@@ -131,3 +131,19 @@ def test_a_slow_rank_that_helps_stays(factor: float) -> None:
     run.steps(200)
     assert run.store.split[2] > 0
     assert len(run.store.changes) <= 3, "it oscillates"
+
+
+def test_a_rank_is_never_tried_with_more_than_it_holds() -> None:
+    """The rank that could give it samples has whole eights; this one's memory holds four."""
+    workers = list(a_plan().workers)
+    bounded = (32, {"batch_multiple": 8}), (16, {"max_batch": 20}), (4, {"max_batch": 4})
+    for rank, (batch, bounds) in enumerate(bounded):
+        given = {"batch": batch, "micro_batch": batch, "weight": batch / 52, **bounds}
+        workers[rank] = msgspec.structs.replace(workers[rank], **given)
+    plan = msgspec.structs.replace(a_plan(), workers=workers, global_batch=52)
+    factor = [1.0, 1.0, 30.0]
+    store = VirtualRounds(plan, lambda rank, batch: factor[rank] * (FIXED + SAMPLE * batch), HOSTS)
+    store.steps(20)
+    assert store.split == (32, 20, 0)
+    store.steps(4 * PROBE_ROUNDS)
+    assert all(one.change.after[2] <= 4 for one in store.changes)

@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 from run_scripts import SAMPLES, B, options_for, pyps_run, script, until
 from run_tools import make_plan, make_record
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 import pyps
 from pyps.checkpoint.folder import checkpoints
 from pyps.checkpoint.state import save
 from pyps.cli.export import app
+from pyps.cli.run import app as run_app
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import EventLog, read_events
@@ -36,7 +38,7 @@ from pyps.native.status import Status
 from pyps.run import run
 from pyps.run.before import Before
 from pyps.run.checkpoints import Checkpointer
-from pyps.run.launcher import TrainingFailed
+from pyps.run.launcher import Launcher, TrainingFailed
 from pyps.run.main import run_prepared
 from pyps.run.options import Interval, RunOptions, interval_of, options_from_json, options_to_json
 from pyps.run.ranks import with_split
@@ -177,6 +179,37 @@ def test_options_are_read_back_as_they_were_written(plan: Path, tmp_path: Path) 
     assert (found.policy, found.round_timeout) == ("ssp:bound=7", 3.5)
     with pytest.raises(InputError, match=r"run.json: options.colour: found an unknown option"):
         options_from_json("run.json", {**values, "colour": 1})
+
+
+def test_a_resumed_run_may_leave_its_pipeline(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--no-pipeline in place of the depth that it began with; both at once contradict each other."""
+    begun = RunOptions(samples=8, run_dir=tmp_path / "out", policy="hps", depth=3)
+    write_setup(prepare(plan, script(tmp_path), begun))
+    asked: list[RunOptions] = []
+
+    def record(plan: Any, script: Any, options: RunOptions, **_: Any) -> None:
+        asked.append(options)
+        raise TrainingFailed("not now")
+
+    monkeypatch.setattr("pyps.cli.run.run", record)
+    for more in (["--no-pipeline"], ["--depth", "2"], []):
+        CliRunner().invoke(run_app, ["--resume", str(tmp_path / "out"), *more])
+    assert [(one.pipeline, one.depth) for one in asked] == [(False, None), (None, 2), (None, 3)]
+    with pytest.raises(InputError, match="depth: found 3; expected 1 with no pipeline"):
+        RunOptions(samples=8, pipeline=False, depth=3).check()
+
+
+def test_a_run_under_nohup_survives_its_terminal(shm: Path, plan: Path, tmp_path: Path) -> None:
+    spec = prepare(plan, script(tmp_path), RunOptions(samples=8, run_dir=tmp_path / "out"))
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with EventLog(spec.run_dir / "run.jsonl") as log, Launcher(spec, log):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, usual)
 
 
 def test_a_folder_goes_on_on_one_clock_and_without_undone_steps(tmp_path: Path, plan: Path) -> None:

@@ -63,3 +63,9 @@ def test_nothing_to_choose_from_is_refused() -> None:
     problem = Problem.of(Costs.lines([0.1], [0.001]), 1, max_batch=3, min_batch=5)
     with pytest.raises(Infeasible, match="no global batch"):
         best_batch(ConstrainedProblem(problem, Sync.of("none", 1)), StatisticalEfficiency(10.0, 8))
+
+
+def test_batches_that_are_all_too_large_are_refused() -> None:
+    problem = Problem.of(Costs.lines([0.1], [0.001]), 32, batch_multiple=32)
+    with pytest.raises(Infeasible, match="no global batch up to 16"):
+        best_batch(ConstrainedProblem(problem, Sync.of("none", 1)), StatisticalEfficiency(10.0, 8), 16)

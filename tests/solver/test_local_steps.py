@@ -278,3 +278,15 @@ def test_what_a_step_costs_by_itself_makes_local_steps_larger() -> None:
     assert free.local_batch == 1
     assert dear.local_batch is not None
     assert 10 < dear.local_batch < 32
+
+
+def test_a_local_step_has_as_many_samples_as_the_model_trains_on() -> None:
+    """Two with batch normalization, also where the even share is one; and none of them has one left over."""
+    normalized = msgspec.structs.replace(profile(0.01, 0.001), min_batch=2)
+    plan = planned([normalized, normalized, profile(0.02, 0.001), profile(0.03, 0.001)], 4, 10)
+    assert [worker.micro_batch for worker in plan.workers[:2]] == [2, 2]
+    unlike = [msgspec.structs.replace(profile(each, 0.0), min_batch=2) for each in (0.01, 0.03)]
+    plan = planned(unlike, 2, 11)
+    assert [(worker.micro_batch, worker.batch % 2) for worker in plan.workers] == [(2, 0)] * 2
+    with pytest.raises(InputError, match=r"run\.local_batch: found 1; expected at least 2: w0 trains on no"):
+        with_local_batch([normalized] * 2, 40, 10, 1)

@@ -105,3 +105,14 @@ def test_a_device_is_measured_until_nothing_more_of_it_can_win() -> None:
     plan = make_plan(cluster, profiles)
     true = max(TRUE[w.name](w.batch) for w in plan.workers if w.batch)
     assert true <= best_split(300) * (1 + 2 * WORTH)
+
+
+def test_sizes_to_measure_are_samples_also_of_a_plan_in_tokens() -> None:
+    names, each = ["tail", "line"], 8
+    profiles = [measured(name, [1, 16, 256]) for name in names]
+    in_samples, plain = next_sizes(cluster_of(names, 300), profiles), cluster_of(names, 300 * each)
+    cluster = msgspec.structs.replace(plain, job=Job(global_batch=300 * each, unit="tokens"))
+    model = msgspec.structs.replace(profiles[0].model, tokens_per_sample=each)
+    in_tokens = next_sizes(cluster, [msgspec.structs.replace(one, model=model) for one in profiles])
+    assert in_samples.sizes
+    assert [one.batch for one in in_tokens.sizes] == [one.batch for one in in_samples.sizes]

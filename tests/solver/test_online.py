@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyps.formats import Fit, PlanWorker
 from pyps.solver import Cost, Line, Table
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
-from pyps.solver.online.device import BalancedDevice
+from pyps.solver.online.device import BalancedDevice, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import OnlineCost, refit, stretched
+from pyps.solver.online.state import DeviceState
 from pyps.solver.online.window import quicker, settled, tells, undecided
 
 PROFILE = Line(0.02, 0.005)
@@ -267,3 +269,41 @@ def test_a_device_that_drifts_is_followed_closely() -> None:
             device.observe(40, [own * luck.lognormvariate(0, 0.02) for own in seconds[step : step + 7]])
             off.append(abs(device.cost.seconds(40) / seconds[step + 6] - 1))
     assert mean(off) < 0.011
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_planned_worker_in_micro_batches_is_known_by_its_compute(known: bool) -> None:
+    """In a pipeline its transfers overlap with that, and may take longer than its steps."""
+    bounds = {"trusted_min_batch": 1, "trusted_max_batch": 64}
+    fit = Fit(kind="affine", fixed_seconds=0.004, per_sample_seconds=0.001, **bounds) if known else None
+
+    def device(predicted: float, depth: int) -> BalancedDevice:
+        worker = PlanWorker(
+            rank=0,
+            name="w",
+            batch=10,
+            micro_batch=4,
+            accumulation=3,
+            weight=1.0,
+            predicted_seconds=predicted,
+            link_seconds=0.08,
+            fit=fit,
+        )
+        return planned_device(worker, depth)
+
+    compute = 3 * 0.004 + 10 * 0.001
+    assert device(compute, 8).estimate.cost.seconds(10) == pytest.approx(compute)
+    assert device(compute + 0.08, 1).estimate.cost.seconds(10) == pytest.approx(compute + 0.08)
+
+
+def test_what_a_checkpoint_keeps_of_a_device_is_all() -> None:
+    """Also the slope that it had before it changed: the next change is judged by it."""
+    device, again = BalancedDevice(PROFILE), BalancedDevice(PROFILE)
+    for batch, seconds in ((40, 0.26), (80, 0.50), (80, 0.90)):
+        device.online.observe(batch, [seconds] * 7)
+    assert device.online.first_slope != 1.0
+    DeviceState.of(device).restore(again)
+    for each in (device, again):
+        each.online.observe(80, [1.6] * 7)
+    assert again.online.cost == device.online.cost
+    assert again.online.expects(40) == device.online.expects(40)

@@ -11,6 +11,7 @@ from pyps.errors import Infeasible
 from pyps.solver.constrained import ConstrainedProblem, Resource, evaluate
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
+from pyps.solver.milp import pareto
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.pareto import pareto_front, within_budget
 from pyps.solver.sync import Sync, SyncKind
@@ -95,3 +96,39 @@ def test_a_budget_buys_the_fastest_split_that_it_can(seed: int) -> None:
     enough = float(refusal.value.nearest.split()[-1])
     assert enough == pytest.approx(costs[0], rel=1e-4)
     assert within_budget(constrained, price, enough).batches.sum() == problem.global_batch
+
+
+@pytest.mark.parametrize("searched", [20_000, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_coarse_front_matches_every_choice_to_within_its_step(
+    seed: int, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some points, or where a search has no end. Prices are all unlike."""
+    monkeypatch.setattr(pareto, "MANY", 1)
+    monkeypatch.setattr(pareto, "COARSE", 0.1)
+    monkeypatch.setattr("pyps.solver.exact.kinds.MOST_BOXES", searched)
+    constrained, _ = random_case(3 * seed)
+    problem = constrained.problem
+    price = np.random.default_rng(seed).uniform(0.5, 3.0, len(problem.costs))
+    points = list(pareto_front(constrained, price))
+    times = [point.solution.longest_seconds for point in points]
+    prices = [point.price_per_hour for point in points]
+    assert times == sorted(times)
+    assert all(b <= a * (1 - 1e-5) for a, b in itertools.pairwise(prices))
+    for split in itertools.product(*(range(int(cap) + 1) for cap in problem.max_batch)):
+        if sum(split) == problem.global_batch:
+            hourly = float(price[np.array(split) > 0].sum())
+            seconds = evaluate(constrained, np.array(split)).longest_seconds
+            assert any(p <= 1.12 * hourly and t <= 1.12 * seconds for p, t in zip(prices, times, strict=True))
+
+
+def test_a_front_of_unlike_devices_ends_in_coarse_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each costs what its speed is worth, nearly every choice is on the front."""
+    monkeypatch.setattr(pareto, "MANY", 5)
+    monkeypatch.setattr(pareto, "COARSE", 0.1)
+    luck = np.random.default_rng(0)
+    costs = Costs.lines(luck.uniform(0.005, 0.02, 8), luck.uniform(1e-4, 2e-3, 8))
+    price = luck.uniform(0.9, 1.1, 8) / costs.a
+    problem = Problem.of(costs, 500, max_batch=512)
+    points = list(pareto_front(ConstrainedProblem(problem, Sync.of("none", 8)), price))
+    assert 5 < len(points) < 6 + np.log(price.sum() / price.min()) / 0.1

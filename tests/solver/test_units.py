@@ -150,6 +150,9 @@ def test_a_shard_holds_its_part_of_the_state(stage: Any, replicas: int, each: in
     assert memory_of(made) == 20 * PARAMETERS - saved
     assert made.workers[0].max_batch == (30 * PARAMETERS - memory_of(made)) // PARAMETERS
     assert all(w.required for w in made.workers)
+    full = profile(0.001, memory=memory, max_batch=10)  # the largest that was measured: all that memory holds
+    again = make_plan(cluster(32, group, sync=RING, sharding=sharding), [full])
+    assert again.workers[0].max_batch == made.workers[0].max_batch
 
 
 def test_what_stage_3_holds_whole_is_not_saved() -> None:

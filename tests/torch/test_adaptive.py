@@ -61,6 +61,14 @@ def test_a_batch_grows_as_far_as_it_pays() -> None:
     assert 32 < sum(bounded) <= (100 + 32) / 0.95 - 100
 
 
+def test_a_batch_of_whole_multiples_stays_within_its_bounds() -> None:
+    """Of multiples of 64, the next above 128 is 192: more than is allowed, or than learns enough."""
+    devices, noisy = [RankDevice(cost, 64, 4096, 64) for cost in COSTS], StatisticalEfficiency(10_000.0, 128)
+    assert sum(next_split((64, 64), devices, noisy, 192, 0.0, 0.0)) == 192
+    assert next_split((64, 64), devices, noisy, 180, 0.0, 0.0) == (64, 64)
+    assert next_split((64, 64), devices, noisy, 192, 0.0, 0.9945) == (64, 64)
+
+
 def test_ranks_agree_and_see_every_sample_once(ranks: Ranks) -> None:
     found = ranks.run(2, jobs.trained, COSTS, [16, 16], 4, {"max_batch": 256})
     first, second = found
