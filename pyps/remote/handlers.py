@@ -89,7 +89,7 @@ class LinkSession:
         self._staging: int | None = None  # handed out and not pushed
         self._room: AnswerRoom | None = None  # of the answer to the call under way
         self._transfers = Transfers()
-        self._in_round = False  # its push timed out while the round was open
+        self._in_round: int | None = None  # the client's buffer, whose push timed out in an open round
         self._pulled = BaseParams(site.memory, whose.peer)
         self._wing = site.shards.session(site, whose, lambda: self.store, past.wing)
 
@@ -154,7 +154,7 @@ class LinkSession:
         """Leave the store; the place is remembered. Idempotent."""
         self._wing.forget()
         backend, self._backend = self._backend, None
-        self._staging, self._in_round = None, False
+        self._staging = self._in_round = None
         if backend is not None:
             backend.close()
         self._pulled.forget(0)
@@ -246,7 +246,7 @@ class LinkSession:
                     raise
                 with contextlib.suppress(TimedOut):
                     self.store.wait(sequence, left)
-        self.place, self._staging, self._in_round = Place(role, got), None, False
+        self.place, self._staging, self._in_round = Place(role, got), None, None
         self._plan_as(worker=role is not Role.OBSERVER)
         return got
 
@@ -271,7 +271,7 @@ class LinkSession:
                 raise
             self._backend, self._late = backend, False
             self._plan_as(worker=self.place.role is not Role.OBSERVER)
-        self._staging, self._in_round = None, False
+        self._staging = self._in_round = None
         self._transfers.begin_again()
         self._wing.forget()
 
@@ -333,9 +333,13 @@ class LinkSession:
     @HANDLERS.bulk(verbs.EXCHANGE)
     def exchange(
         self, numbers: Frames, header: PushHeader, codec: Codec
-    ) -> tuple[tuple[PushResult, int], Arrays]:
+    ) -> tuple[tuple[PushResult, int | None], Arrays]:
         if codec is not Codec.F32:
-            (result, _), (version, arrays) = self.push(numbers, header), self.pull_encoded((), codec)
+            result, _ = self.push(numbers, header)
+            try:
+                version, arrays = self.pull_encoded((), codec)
+            except Fenced:
+                return (result, None), ()
             return (result, version), arrays
         flat = self.room.take(np.float32, self.layout.flat_elements)
         both = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
@@ -350,7 +354,7 @@ class LinkSession:
             if header.max_samples is not None:
                 self.store.set_max_samples(header.max_samples)
 
-        def exchange() -> tuple[PushResult, tuple[int, Arrays] | None]:
+        def exchange() -> tuple[PushResult, tuple[int | None, Arrays] | None]:
             if header.codec is not Codec.F32:
                 return self.push(numbers, header.push)[0], None
             (result, version), arrays = self.exchange(numbers, header.push, header.codec)
@@ -384,27 +388,38 @@ class LinkSession:
         if len(header.hyper) != self.layout.groups:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
+        if self._in_round is not None and header.staging != self._in_round:
+            found = f"staging: found {header.staging}; expected {self._in_round}"
+            raise InvalidArgument("push", f"{found}, whose round an earlier push waited for")
         if self._staging is None:
             self._staging = self.store.stage(native.timeout_seconds(header.timeout))
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
+        fields["staging"] = self._staging
         fields["base_params"] = self._pulled.base(header.base_version) if header.samples else None
         if header.samples and header.ranges is not None:
             fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
-        elif header.samples and not self._in_round:
+        elif header.samples and self._in_round is None:
             self._fill(self._staging, codec, numbers)
-        request = PushRequest(self._staging, **fields, encoded=codec is not Codec.F32)
+        request = PushRequest(**fields, encoded=codec is not Codec.F32)
         try:
             result = send(request)
         except TimedOut:
-            self._in_round = True
+            self._keep_in_round(header.staging, self._staging)
             raise
         except (Fenced, PushRejected):
-            self._staging, self._in_round = None, False
+            self._staging = self._in_round = None
             raise
-        self._staging, self._in_round = None, False
+        self._staging = self._in_round = None
         return result
+
+    def _keep_in_round(self, theirs: int, staging: int) -> None:
+        """A push of the client's buffer timed out. Where it was not staged, the next one brings its gradient."""
+        self._in_round = theirs
+        with contextlib.suppress(InvalidArgument):  # it waits in the round
+            self.store.unstage(staging)
+            self._staging = self._in_round = None
 
     def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:
         """The fields of a push whose gradient is of ranges."""
@@ -432,7 +447,7 @@ class LinkSession:
     def should_continue(self, done: int, following: int) -> Advice:
         advice = self.store.should_continue(done, following)
         if advice is Advice.ABORT:  # the store has taken its staging buffers back
-            self._staging, self._in_round = None, False
+            self._staging = self._in_round = None
             self._wing.abandon()
         return advice
 

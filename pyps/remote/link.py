@@ -104,14 +104,15 @@ class LinkBackend(Away):
 
     def exchange(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int]:
+    ) -> tuple[PushResult, int | None]:
         header, numbers, counts = self._sent(request)
         with self._settling(request):
             asked = verbs.EXCHANGE(header, self.address.pull)
             (result, version), found = self.client.exchange(asked, numbers)
-        self._receive("exchange", found, out, self.address.pull)
-        if arrived is not None:
-            arrived(0, out.size)
+        if version is not None:
+            self._receive("exchange", found, out, self.address.pull)
+            if arrived is not None:
+                arrived(0, out.size)
         return counted(result, counts), version
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:

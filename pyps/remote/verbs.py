@@ -142,8 +142,8 @@ class Calls(Protocol):
     def push(self, header: PushHeader) -> PushResult:
         """Numbers: the gradient."""
 
-    def exchange(self, header: PushHeader, codec: Codec) -> tuple[PushResult, int]:
-        """Numbers: the gradient. Back: parameters in the codec."""
+    def exchange(self, header: PushHeader, codec: Codec) -> tuple[PushResult, int | None]:
+        """Numbers: the gradient. Back: parameters in the codec; None: none, the worker was fenced."""
 
     def transfer(self, header: TransferHeader) -> TransferReply:
         """Backend.begin_transfer, sent and done. Numbers as of `exchange`."""

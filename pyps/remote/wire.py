@@ -47,7 +47,7 @@ from pyps.native.values import (
 )
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 6
+PROTOCOL = 7
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -144,7 +144,8 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The gradient is the call's numbers, encoded unless it is fp32; averaged tensors follow as fp32. There are
     none where samples is 0. The server keeps the base parameters itself, by their version. ranges: how many
-    the gradient is of; None: it is whole. They go ahead of the numbers.
+    the gradient is of; None: it is whole. They go ahead of the numbers. staging: the client's buffer, by which
+    it resumes a push whose round it waited for too long.
     """
 
     samples: Count
@@ -159,6 +160,7 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_seconds: float = 0.0
     data_seconds: float = 0.0
     ranges: Count | None = None
+    staging: Count = 0
 
     @classmethod
     def of(cls, request: PushRequest) -> PushHeader:

@@ -173,9 +173,9 @@ class HeadSession:
         if self._staging is None:
             self._staging = store.stage(native.timeout_seconds(header.timeout))
         values = {name: getattr(header, name) for name in header.__struct_fields__}
-        values |= {"encoding": Encoding(Codec.F32), "ranges": None, "tag": tag}
+        values |= {"encoding": Encoding(Codec.F32), "ranges": None, "tag": tag, "staging": self._staging}
         try:
-            result = store.push(PushRequest(self._staging, **values))
+            result = store.push(PushRequest(**values))
         except (Fenced, PushRejected):
             self._staging = None
             raise

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -274,14 +275,21 @@ class ShardedBackend(Away):
 
     def exchange(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int]:
+    ) -> tuple[PushResult, int | None]:
         result, version, tag = self._push(request, LogKind.PIN)
-        if version is None:
-            raise Fenced("pull", "after its push, which counts")
-        self._fetch(tag, out, self.address.pull)
+        if version is None or not self._fetched(tag, out, self.address.pull):
+            return result, None
         if arrived is not None:
             arrived(0, out.size)
         return result, version
+
+    def _fetched(self, tag: Tag, out: Flat, codec: Codec) -> bool:
+        """After a push, which counts: fetch what it pinned; False: the worker was fenced meanwhile."""
+        try:
+            self._fetch(tag, out, codec)
+        except Fenced:
+            return False
+        return True
 
     def _push(self, request: PushRequest, pin: LogKind | None) -> tuple[PushResult, int | None, Tag]:
         seq = next(self._numbers)
@@ -349,8 +357,10 @@ class ShardedBackend(Away):
         self._settle_residual(push, admitted=reply.result is not None)
         self._staging_taken.discard(push.staging)
         pushed = time.monotonic()
-        if reply.version is not None:
-            self._fetch((decided.client, seq), out, codec)
+        if reply.version is not None and not self._fetched((decided.client, seq), out, codec):
+            if reply.result is None:
+                raise Fenced("pull", "this client has left the first server")
+            reply = msgspec.structs.replace(reply, version=None)
         return self._finished(reply, counts, began, pushed)
 
     def _sent(self, request: PushRequest) -> tuple[PushHeader, PartNumbers, EncodeCounts]:

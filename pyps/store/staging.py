@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InvalidArgument
+from pyps.errors import Fenced, InvalidArgument
 from pyps.native.ranges import as_ranges, elements
 from pyps.native.state import split
-from pyps.native.values import Codec, Encoding, Flat, Hyper, Layout, PushRequest, Tensor
+from pyps.native.values import Codec, Encoding, Flat, Hyper, Layout, PushRequest, PushResult, Tensor
 from pyps.store.codec import as_codec, encoded_bytes
 
 if TYPE_CHECKING:
@@ -129,6 +129,13 @@ def check_request(request: PushRequest, layout: Layout) -> None:
     for name, vector in (("gradient", request.gradient), ("base_params", request.base_params)):
         if vector is not None and not (name == "gradient" and request.encoded):
             check_vector("push", name, vector, size)
+
+
+def exchanged(result: PushResult, version: int | None) -> tuple[PushResult, int]:
+    """What an exchange came to. Raises Fenced for a worker that was fenced after its push."""
+    if version is None:
+        raise Fenced("exchange", "the worker was fenced after its push, which counts")
+    return result, version
 
 
 def check_vector(what: str, name: str, flat: NDArray[Any], size: int, kind: Any = np.float32) -> None:

@@ -42,7 +42,7 @@ from pyps.store.creation import store_config
 from pyps.store.handle import StoreHandle
 from pyps.store.marks import check_whole
 from pyps.store.policies import Policy, check_known
-from pyps.store.staging import StagingBuffer, check_vector, push_request
+from pyps.store.staging import StagingBuffer, check_vector, exchanged, push_request
 
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
@@ -306,12 +306,11 @@ class Store(StoreHandle):
     ) -> tuple[PushResult, int]:
         """A push and the pull after it in one pass: (the push's result, the version that `out` holds).
 
-        out: as for `pull`. The other arguments: as for `push`. After an error `out` may hold parts of two
-        versions.
+        out: as for `pull`. The other arguments: as for `push`. After an error `out` may be of two versions.
         """
         groups = self.layout.groups
         request = push_request(staging, samples, hyper, scale, timeout, groups=groups, **options)
-        return self.send_and_pull(request, out)
+        return exchanged(*self.send_and_pull(request, out))
 
     def send(self, request: PushRequest) -> PushResult:
         """Push. Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument."""
@@ -320,8 +319,8 @@ class Store(StoreHandle):
 
     def send_and_pull(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int]:
-        """Push and pull in one pass, as `exchange` does. arrived: called in this thread, meanwhile, with the
+    ) -> tuple[PushResult, int | None]:
+        """Push and pull in one pass, as Backend.exchange. arrived: called in this thread, meanwhile, with the
         first element and the count of further runs of `out` that are final; it must not use this Store.
         """
         self._target("exchange", out, self.layout.flat_elements)
