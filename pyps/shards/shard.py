@@ -165,8 +165,8 @@ class ShardStore:
         deadline = time.monotonic() + WAIT_SECONDS
         with self._changed:
             self._wait("push", deadline, lambda: self._may_stage(session, client))
-            self._filling[client] = self._filling.get(client, 0) + 1
             file = self._staged.free()
+            self._filling[client] = self._filling.get(client, 0) + 1
         try:
             yield file
         finally:

@@ -103,7 +103,9 @@ class Rejoined:
 
 @dataclass(frozen=True, slots=True)
 class WasFenced:
-    """A call other than a transfer was refused: the samples that the worker claimed went to others."""
+    """A call other than a transfer was refused, also one of the trainer's own after a Flush: the samples that
+    the worker claimed went to others.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,9 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring the newest parameters that have arrived into the model: Loaded. merges: as for Pull."""
+    """Bring the newest parameters that have arrived into the model: Loaded; or Arrived where they came with a
+    transfer that was not taken yet. merges: as for Pull.
+    """
 
     merges: bool = False
 

@@ -135,6 +135,7 @@ class StepMachine:
         self._fenced = False  # in the transfers taken since
         self._arrived_version: int | None = None  # of parameters that came back and are not in the model
         self._in_step = False
+        self._lost = False  # the step's samples, to others
         self._part = events.Partial(0, 0, 0, 0)  # the last one
 
     @property
@@ -202,7 +203,7 @@ class StepMachine:
     def _compute(self) -> events.Action:
         assert self.version is not None
         self._claims -= 1
-        self._in_step = True
+        self._in_step, self._lost = True, False
         return self._go(State.COMPUTING, events.Compute(self.version, may_claim=self.rules.depth == 1))
 
     def _ran_out(self, _: events.Event) -> events.Action:
@@ -216,6 +217,9 @@ class StepMachine:
     def _partial(self, event: events.Event) -> events.Action:
         assert isinstance(event, events.Partial)
         self._part = event
+        if self._lost:
+            self._in_step = False
+            return self._go(State.IDLE, events.Abort(fenced=True))
         if self.rules.needs.checks_between_micro_batches and self.rules.depth == 1:
             return self._go(State.CHECKING, events.Check(event.done, event.following))
         return self._merge()
@@ -253,6 +257,8 @@ class StepMachine:
 
     def _computed(self, _: events.Event) -> events.Action:
         self._in_step = False
+        if self._lost:
+            return self._go(State.IDLE, events.Return(dropped=True))
         return self._settle(Goal.SEND, max(0, self.rules.depth - 2))
 
     def _send(self) -> events.Action:
@@ -270,6 +276,9 @@ class StepMachine:
 
     def _flush(self, _: events.Event) -> events.Action:
         return self._settle(Goal.FLUSH, 0)
+
+    def _fenced_in_flush(self, _: events.Event) -> events.Action:
+        return self._rejoin(Goal.FLUSH)
 
     def _refreshed(self, event: events.Event) -> events.Action:
         assert isinstance(event, events.Refreshed)
@@ -339,6 +348,7 @@ class StepMachine:
             self._in_step = not fenced
             return self._go(State.IDLE, events.Abort(fenced=True)) if fenced else self._continue()
         if self._in_step:
+            self._lost = self._lost or fenced
             return self._go(State.COMPUTING, events.Return())
         return self._go(State.IDLE, events.Return(dropped=goal is Goal.SEND))
 
@@ -354,7 +364,12 @@ class StepMachine:
 Transition = Callable[[StepMachine, events.Event], events.Action]
 _M = StepMachine
 TRANSITIONS: dict[State, dict[type[events.Event], Transition]] = {
-    State.IDLE: {events.Wanted: _M._wanted, events.Flush: _M._flush, events.Refreshed: _M._refreshed},
+    State.IDLE: {
+        events.Wanted: _M._wanted,
+        events.Flush: _M._flush,
+        events.Refreshed: _M._refreshed,
+        events.WasFenced: _M._fenced_in_flush,
+    },
     State.CLAIMING: {
         events.Claimed: _M._claimed,
         events.RanOut: _M._ran_out,
@@ -367,12 +382,13 @@ TRANSITIONS: dict[State, dict[type[events.Event], Transition]] = {
         events.Computed: _M._computed,
         events.Flush: _M._flush,
         events.Refreshed: _M._refreshed,
+        events.WasFenced: _M._fenced_in_flush,
     },
     State.CHECKING: {events.Advised: _M._advised, events.WasFenced: _M._fenced_in_step},
     State.MERGING: {events.Pulled: _M._merged, events.WasFenced: _M._fenced_in_step},
     State.SENDING: {events.Sent: _M._sent},
     State.TAKING: {events.Arrived: _M._arrived, events.Pending: _M._taken},
-    State.LOADING: {events.Loaded: _M._loaded},
+    State.LOADING: {events.Loaded: _M._loaded, events.Arrived: _M._arrived},
     State.REJOINING: {events.Rejoined: _M._rejoined},
     State.FAILED: {},
 }

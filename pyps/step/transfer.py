@@ -99,8 +99,7 @@ class Transfers:
 
     def steps(self, ask: Ask) -> TransferVerbs:
         """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
-        if self._failed is not None:
-            raise self._failed
+        self.check()
         try:
             done = yield from transfer(ask)
         except Exception as error:
@@ -112,6 +111,11 @@ class Transfers:
     def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
         """Make a transfer by these calls. Raises what ended it, or an earlier one."""
         return _run(self.steps(ask), verbs)
+
+    def check(self) -> None:
+        """Raise what ended an earlier one."""
+        if self._failed is not None:
+            raise self._failed
 
     def fail(self, error: Exception) -> None:
         """A transfer failed before its push."""

@@ -47,9 +47,17 @@ class BackgroundThread(Generic[T]):
 
         Raises TimedOut if that takes longer; `last` still runs, later.
         """
+        self.end(last)
+        self.join(timeout)
+
+    def end(self, last: Callable[[], None]) -> None:
+        """Run `last` in the thread after the jobs submitted before, and end it. Does not wait for that."""
         if self._last is None:
             self._last = last
             self._jobs.put(None)
+
+    def join(self, timeout: float) -> None:
+        """After end(): wait for the thread. Raises TimedOut."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimedOut("close", f"a transfer is still under way after {timeout:g} s")

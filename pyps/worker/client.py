@@ -145,6 +145,15 @@ class StoreClient:
             return self._travel(request, ask, pull)
         if not self.store.servers:
             return lambda out, arrived: self.transfer(request, ask, pull, out, arrived=arrived)
+        self._transfers.check()  # else this gradient would be taken for the one that did not leave
+        try:
+            return self._leave(request, ask, pull)
+        except Exception as error:
+            self._transfers.fail(error)
+            raise
+
+    def _leave(self, request: PushRequest, ask: Ask, pull: Codec) -> EndTransfer:
+        """Send a transfer over a link."""
         try:
             turn = self._await_turn(request)
         except Fenced:
@@ -165,7 +174,11 @@ class StoreClient:
         if not (self.has_link and self._uses_turns and request.samples):
             return []
         began = time.monotonic()
-        self.store.await_turn()
+        try:
+            self.store.await_turn()
+        except TimedOut as error:
+            self._transfers.fail(error)
+            raise
         return [("wait", began, time.monotonic())]
 
     def _travel(self, request: PushRequest, ask: Ask, pull: Codec) -> EndTransfer:

@@ -419,9 +419,9 @@ class Worker:
                 self._store.close()
         finally:
             self._notice.close()
-            if self._records is not None:
-                self._records.close()
-                self._records = None
+        if self._records is not None:  # else a later call records what comes of the steps under way
+            self._records.close()
+            self._records = None
 
     def __enter__(self) -> Self:
         return self

@@ -54,8 +54,10 @@ class TransferWay(Protocol):
     def take(self) -> Transfer:
         """The oldest transfer, when it has ended. Raises what it raised."""
 
-    def load(self) -> None:
-        """Put the newest parameters that came back where the binding takes them from."""
+    def load(self) -> bool:
+        """Put the newest parameters that came back where the binding takes them from; False, and nothing is
+        done, if they came with a transfer that was not taken.
+        """
 
     def close(self, timeout: float) -> None:
         """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
@@ -85,8 +87,9 @@ class Serial:
             binding.came()
         return transfer
 
-    def load(self) -> None:
+    def load(self) -> bool:
         """They are there."""
+        return True
 
     def close(self, timeout: float) -> None:
         self._client.store.close()
@@ -103,7 +106,8 @@ class Overlapped:
         # One receives what is pulled while the other has the newest parameters.
         self._back_buffers = [binding.vector() for _ in range(BACK_BUFFERS)]
         self._newest = 0
-        self._is_new = False  # it was not loaded
+        self._ended = self._taken = 0  # transfers
+        self._arrived = self._loaded = 0  # the transfers that brought the newest parameters, and those loaded
         self._lock = threading.Lock()
         name = f"pyps-transfer-{client.store.rank}"
         self._sender: BackgroundThread[None] = BackgroundThread(f"{name}-out")
@@ -119,19 +123,24 @@ class Overlapped:
         return self._receiver.results_ready
 
     def take(self) -> Transfer:
-        return self._receiver.take(self._timeout)
+        transfer = self._receiver.take(self._timeout)
+        self._taken += 1
+        return transfer
 
-    def load(self) -> None:
+    def load(self) -> bool:
         with self._lock:
-            if self._binding.swaps and not self._is_new:
-                return  # it came before its transfer was taken, and was loaded with the one before
-            newest, self._is_new = self._newest, False
+            if self._arrived > self._taken:
+                return False
+            if self._binding.swaps and self._arrived == self._loaded:
+                return True
+            newest, self._loaded = self._newest, self._arrived
             self._back_buffers[newest] = self._binding.take(self._back_buffers[newest])
+            return True
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        self._sender.close(_nothing, timeout)
-        self._receiver.close(self._client.close, max(0.0, deadline - time.monotonic()))
+        self._sender.close(partial(self._receiver.end, self._client.close), timeout)
+        self._receiver.join(max(0.0, deadline - time.monotonic()))
 
     def _post(self, request: PushRequest, ask: Ask, pull: Codec) -> None:
         """In the sending thread: send, or hand over what is sent when its turn comes."""
@@ -145,13 +154,18 @@ class Overlapped:
         """In the receiving thread: what came back of a transfer."""
         other = 1 - self._newest
         vector = self._back_buffers[other]
+        self._ended += 1
         self._binding.coming()
         transfer = finish(vector.array, self._binding.arrived(vector))
         if transfer.outcome.version is not None:
             self._binding.came(vector)
             with self._lock:
-                self._newest, self._is_new = other, True
+                self._newest, self._arrived = other, self._ended
         return transfer
+
+
+class _Untaken(Exception):
+    """Newer parameters have come: their transfer is to be taken first, as they have its gradient."""
 
 
 class Transport:
@@ -239,8 +253,8 @@ class Transport:
         """
         event = events.Partial(step.done - step.micro, step.done, step.done + step.left, following)
         action = self._drive(event)
-        if isinstance(action, events.Continue):
-            step.version = action.version
+        if isinstance(action, events.Continue) and self._machine.rules.local:
+            step.version = action.version  # else the oldest that its gradient is computed on
         step.spans, self._merges = step.spans + self._merges, []
         return action
 
@@ -267,7 +281,11 @@ class Transport:
         transfer raised, TimedOut if one takes too long.
         """
         self._drive(events.Flush())
-        _, version = self._client.store.pull(self._binding.flat, strict=True)
+        try:
+            _, version = self._client.store.pull(self._binding.flat, strict=True)
+        except Fenced:
+            self._drive(events.WasFenced())
+            _, version = self._client.store.pull(self._binding.flat, strict=True)
         self._binding.pulled()
         self._loaded()
         self._binding.refresh()
@@ -275,11 +293,23 @@ class Transport:
         return version
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
+        """Leave the store after any transfer under way, and report what came of all of them. Raises TimedOut,
+        and once what a transfer, or the report of it, raised. Idempotent.
+        """
         self._way.close(timeout)
+        first: BaseException | None = None
         while self._sent and self._failure is None and self.depth > 1:
-            self._take()
-            self._tell()
+            try:
+                self._take()
+            except BaseException as error:
+                self._failure = error
+                raise first or error
+            try:
+                self._tell()
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     # The machine's actions.
 
@@ -332,7 +362,10 @@ class Transport:
             case events.Take():
                 return self._take() if action.waits or self._way.ready else events.Pending()
             case events.Load():
-                self._merging(self._load) if action.merges else self._load()
+                try:
+                    self._merging(self._load) if action.merges else self._load()
+                except _Untaken:
+                    return self._take()
                 if self.depth > 1 and not action.merges:
                     self._binding.refresh()
                 return events.Loaded()
@@ -414,7 +447,8 @@ class Transport:
         return version
 
     def _load(self) -> int:
-        self._way.load()
+        if not self._way.load():
+            raise _Untaken
         self._loaded()
         return 0
 
