@@ -415,7 +415,7 @@ class LinkSession:
         return result
 
     def _keep_in_round(self, theirs: int, staging: int) -> None:
-        """A push of the client's buffer timed out. Where it was not staged, the next one brings its gradient."""
+        """A push of the client's buffer timed out: unless it waits in a round, its gradient comes again."""
         self._in_round = theirs
         with contextlib.suppress(InvalidArgument):  # it waits in the round
             self.store.unstage(staging)

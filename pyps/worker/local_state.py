@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pyps.checkpoint.folder import find_checkpoint
+from pyps.checkpoint.folder import find_checkpoint, read_manifest
 from pyps.checkpoint.local_states import (
     FOLDER,
     checkpoint_file,
@@ -44,18 +45,27 @@ class LocalState:
     """The files of one rank. load() comes first, then save() before each push.
 
     settings: of the run. optimizers: the worker's own, of which all but the options of their groups is kept.
+    names: of their parameters, by id().
     """
 
-    def __init__(self, settings: Settings, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Mapping[int, str] | None = None,
+    ) -> None:
         self._settings, self._optimizers = settings, optimizers
         self._kind = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self._parameters = [f"{(names or {}).get(id(p), '')} {list(p.shape)}".lstrip() for p in parameters]
         self._saved: deque[int] = deque(maxlen=KEEP_SAVED)  # pushes in the last saved states, if known
         self._failed = False
         self._newest = KEEP_FILES + settings.depth
 
     def load(self, pushes: int) -> None:
         """Go on from the state after `pushes` pushes of this rank, in the run's folder or in the checkpoint
-        that the run was resumed from; warns if there is none. Raises InputError for another optimizer's.
+        that the run was resumed from; warns if there is none. Raises InputError for another optimizer's,
+        or that of other parameters.
         """
         run_dir, rank = self._settings.run_dir, self._settings.rank
         found: dict[int, Path] = {}
@@ -67,7 +77,7 @@ class LocalState:
         self._saved.extend(sorted(older))  # nothing else of so long ago was kept
         if pushes == 0:
             return
-        path = found.get(pushes) or self._in_checkpoint(checkpoint_file(rank))
+        path = found.get(pushes) or self._in_checkpoint(checkpoint_file(rank), pushes)
         if path is None:
             self._warn(pushes, "its optimizer begins anew: no file of its state")
             return
@@ -80,7 +90,7 @@ class LocalState:
         run_dir, rank = self._settings.run_dir, self._settings.rank
         path = residual_file(run_dir, rank, pushes) if run_dir is not None else None
         if path is None or not path.exists():
-            path = self._in_checkpoint(checkpoint_residual(rank))
+            path = self._in_checkpoint(checkpoint_residual(rank), pushes)
         if pushes == 0 or path is None:
             if pushes:
                 self._warn(pushes, "its error feedback begins anew: no file of its residual")
@@ -95,17 +105,24 @@ class LocalState:
     def _warn(self, pushes: int, what: str) -> None:
         warnings.warn(f"rank {self._settings.rank}, after {pushes} pushes: {what}", stacklevel=5)
 
-    def _in_checkpoint(self, name: str) -> Path | None:
+    def _in_checkpoint(self, name: str, pushes: int) -> Path | None:
+        """A file of that checkpoint, if it was written after as many pushes of this rank."""
         if self._settings.resume is None:
             return None
-        path = find_checkpoint(self._settings.resume) / name
-        return path if path.exists() else None
+        folder = find_checkpoint(self._settings.resume)
+        is_of = (folder / name).exists() and _pushes_in(folder, self._settings.rank) == pushes
+        return folder / name if is_of else None
 
     def _put(self, path: Path) -> None:
         state = from_file(path, "the state of an optimizer")
-        if not isinstance(state, dict) or state.keys() != {"kind", "state"} or state["kind"] != self._kind:
+        known = isinstance(state, dict) and state.keys() - {"parameters"} == {"kind", "state"}
+        if not known or state["kind"] != self._kind:
             found = str(state.get("kind")) if isinstance(state, dict) else "something else"
             raise InputError(str(path), "kind", found, f"{self._kind}, as in the script")
+        for theirs, mine in zip_longest(state.get("parameters", self._parameters), self._parameters):
+            if theirs != mine:
+                found, expected = (str(one or "no more") for one in (theirs, mine))
+                raise InputError(str(path), "parameters", found, f"{expected}, as in the script's optimizer")
         kept = state["state"] if len(self._optimizers) > 1 else [state["state"]]
         for optimizer, values in zip(self._optimizers, kept, strict=True):
             now: dict[str, Any] = optimizer.state_dict()
@@ -115,6 +132,7 @@ class LocalState:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
         states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
         kept = {"kind": self._kind, "state": states if len(states) > 1 else states[0]}
+        kept["parameters"] = self._parameters
         run_dir, rank = self._settings.run_dir, self._settings.rank
         if run_dir is not None:
             self._write(state_file(run_dir, rank, pushes), *for_file(kept))
@@ -134,10 +152,23 @@ class LocalState:
             save_file(tensors, temporary, described)
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            for left in (temporary, path):  # that of a push that was undone
+                left.unlink(missing_ok=True)
             if not self._failed:
                 self._failed = True
                 warnings.warn(f"{path}: the worker's state is not kept: {error}", stacklevel=5)
+
+    def move_up(self, first: int, last: int) -> None:
+        """The push before number `first` was not admitted: those from there to `last` have one less each."""
+        run_dir, rank = self._settings.run_dir, self._settings.rank
+        if run_dir is None:
+            return
+        for number in range(first, last + 1):
+            for file in (state_file, residual_file):
+                try:
+                    os.replace(file(run_dir, rank, number), file(run_dir, rank, number - 1))
+                except OSError:  # it was not written, or will be
+                    file(run_dir, rank, number - 1).unlink(missing_ok=True)
 
     def remove_old(self, pushes: int, saved: int) -> None:
         """Remove the files that nothing will ask for.
@@ -153,3 +184,11 @@ class LocalState:
             if number <= pushes - self._newest and number not in self._saved:
                 path.unlink(missing_ok=True)
                 residual_file(run_dir, rank, number).unlink(missing_ok=True)
+
+
+def _pushes_in(folder: Path, rank: int) -> int | None:
+    """The pushes of a rank in a checkpoint; None: it does not say."""
+    try:
+        return int(read_manifest(folder).state["ranks"][rank]["total"]["pushes"])
+    except (LookupError, TypeError, ValueError):
+        return None

@@ -14,8 +14,9 @@ newer parameters come, and it goes on from there with the steps that it has take
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from torch import nn
 from pyps.errors import InputError
 from pyps.native.values import OUTER, Codec, Flat, PushResult
 from pyps.store.store import Store
+from pyps.worker.attach import Entry
 from pyps.worker.local_state import LocalState
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.settings import Settings
@@ -58,6 +60,8 @@ class LocalSteps:
         self._parameters, self._clip_norm = parameters, clip_norm
         self._start = [torch.empty_like(p, requires_grad=False) for p in parameters]
         self._pushed_from: dict[int, int] = {}  # by staging buffer, the number of its push
+        self._collected: deque[int] = deque()  # staging buffers of pushes under way
+        self._lock = threading.Lock()  # guards their numbers, and files that have them
         self._is_away = False  # between pull_whole() and the next local step
         self._state, self._pushes = state, pushes
         state.load(pushes)
@@ -143,9 +147,13 @@ class LocalSteps:
                 p.add_(way)
         if self._overlaps:
             self._travelling.append(ways)
-        self._pushes += 1
-        self._pushed_from[staging] = self._pushes
-        self._state.save(self._pushes)
+        else:
+            self._collected.clear()  # an error may have ended the last one
+        with self._lock:
+            self._pushes += 1
+            self._pushed_from[staging] = self._pushes
+            self._collected.append(staging)
+            self._state.save(self._pushes)
 
     def keep_residual(self, store: Store, codec: Codec) -> None:
         """Where this worker encodes its pushes, for a link: go on with what the codes of the rank's last one
@@ -156,16 +164,27 @@ class LocalSteps:
 
     def _save_residual(self, staging: int, values: Flat) -> None:
         """Perhaps in another thread, when later pushes have been collected."""
-        self._state.save_residual(self._pushed_from[staging], values)
+        with self._lock:
+            self._state.save_residual(self._pushed_from[staging], values)
 
     def pushed(self, result: PushResult | None) -> None:
         """The oldest push under way has ended: admitted; None: it was not."""
         if self._travelling:
             self._travelling.popleft()
+        if self._collected:
+            self._collected.popleft()
         if result is None:
-            self._pushes -= 1
+            self._count_down()
         else:
             self._state.remove_old(result.rank_pushes, result.saved_pushes)
+
+    def _count_down(self) -> None:
+        """The push before those under way is none of the rank's: they get its number, and those after it."""
+        with self._lock:
+            for staging in set(self._collected):
+                self._pushed_from[staging] -= 1
+            self._state.move_up(self._pushes - len(self._collected) + 1, self._pushes)
+            self._pushes -= 1
 
 
 def with_local_steps(settings: Settings, wanted: LocalStepsArgument) -> Settings:
@@ -193,20 +212,22 @@ def local_steps_of(
     settings: Settings,
     store: Store,
     optimizers: tuple[torch.optim.Optimizer, ...],
-    parameters: list[nn.Parameter],
+    entries: Sequence[Entry],
     clip_norm: float | None,
     pushes: int,
     merges: int,
 ) -> LocalSteps | None:
     """Those of a worker that has joined, as LocalSteps takes them; None: it takes none.
 
-    Raises InputError for `merges` that are no number of times.
+    entries: what of the model is in the store. Raises InputError for `merges` that are no number of times.
     """
     if not settings.local_steps:
         return None
     if isinstance(merges, bool) or not isinstance(merges, int) or merges < 0:
         raise InputError("attach", "merges", repr(merges), "a number of times")
-    state, overlaps = LocalState(settings, optimizers), settings.depth > 1
+    names = {id(entry.parameter): entry.name for entry in entries}
+    state, overlaps = LocalState(settings, optimizers, names), settings.depth > 1
+    parameters = [entry.parameter for entry in entries]
     local = LocalSteps(optimizers, parameters, clip_norm or 0.0, state, pushes, merges, overlaps)
     local.keep_residual(store, settings.encoding.codec)
     return local

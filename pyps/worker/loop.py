@@ -218,8 +218,8 @@ class Worker:
         self.settings = settings
         resumed = settings if resume is None else replace(settings, resume=Path(resume))
         store, pushes = self._join(resumed, attachment, timeout)
-        parameters = [entry.parameter for entry in attachment.entries]
-        local = local_steps_of(settings, store, chosen, parameters, clip_norm, pushes, merges)
+        entries = attachment.entries
+        local = local_steps_of(settings, store, chosen, entries, clip_norm, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         self._attached.client.idle = self._notice.idle
         if is_local or not schedule:

@@ -66,7 +66,19 @@ def for_file(value: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors, and the rest as metadata, of a safetensors file. Raises InputError as pack."""
     tensors: dict[str, torch.Tensor] = {}
     packed = msgspec.json.encode(pack(value, "state", tensors)).decode()
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}, {STATE: packed}
+    return _apart(tensors), {STATE: packed}
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous, and no two in one memory, which safetensors refuses."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.contiguous()
+        place = own.untyped_storage().data_ptr()
+        found[name] = own.clone() if place in seen else own
+        seen.add(place)
+    return found
 
 
 def from_file(path: str | os.PathLike[str], expected: str) -> Any:

@@ -477,7 +477,3 @@ def extra_buffers(depth: int) -> int:
 
 def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback | None) -> Transfer:
     raise error
-
-
-def _nothing() -> None:
-    """After the last transfer was sent."""
