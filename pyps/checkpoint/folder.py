@@ -13,6 +13,7 @@ which the next writer removes. One process at a time writes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -44,6 +45,7 @@ MODEL = "model.safetensors"
 NAME = re.compile(r"\d{9,}")
 TEMPORARY = re.compile(r"\.(\d{9,}|latest)\.(new|replaced|removed)")
 KEEP = 2
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 Describe = Callable[[dict[str, TensorFile]], Checkpoint]
 Fill = Callable[[Path], Checkpoint]
@@ -104,13 +106,22 @@ def _write_manifest(folder: Path, manifest: Checkpoint) -> None:
 
 
 def _put(temporary: Path, target: Path) -> None:
-    """Rename; a checkpoint that stands there is moved away first, and removed afterwards."""
+    """Rename; a checkpoint that stands there changes places with it, and is removed afterwards."""
     replaced = _hidden(target, "replaced")
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(temporary, target)
+    if not target.exists() or not _exchange(temporary, target):
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(temporary, target)
     _sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    for old in (temporary, replaced):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places, so that a kill leaves both; False where the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
 
 
 def _hidden(path: Path, state: str) -> Path:

@@ -126,6 +126,17 @@ def test_a_writer_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Pa
     assert event > 20
 
 
+def test_a_checkpoint_that_is_written_again_is_there_whenever_its_writer_is_killed(tmp_path: Path) -> None:
+    """The only one, of a run that ended where it had saved last."""
+    path = write(tmp_path, 2)
+    event, died = 0, True
+    while died:
+        event += 1
+        died = killed_at(event, lambda: write(tmp_path, 2))
+        assert check(path) == 2, event
+    assert event > 20
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_offered(tmp_path: Path, name: str) -> None:
     draws = random.Random(name)
