@@ -6,7 +6,8 @@ of its own part, and begins again at the end.
 
 Random numbers belong to positions: the generators of torch, NumPy and Python are seeded from (run seed,
 position) before each sample is read, before a batch is collated and before it is yielded. So augmentation and
-dropout do not depend on which process or attempt does them, and a resumed run repeats them bit for bit.
+dropout do not depend on which process or attempt does them, and a resumed run repeats them bit for bit. A stream's
+belong to its passes and places: all processes that divide it see one order, though it shuffles by them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from pyps.errors import InputError
 from pyps.store.store import Store
 
 Collate = Callable[[list[Any]], Any]
+END = object()  # in place of a stream's next sample
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,7 @@ class Stream(Source):
     def __getitem__(self, task: Task) -> Any:
         if self._samples is None:
             self._samples = self._endless()
-        samples = []
-        for k in range(task.count):
-            seed_generators(self.seed, task.first + k, Draw.SAMPLE)
-            samples.append(next(self._samples))
+        samples = list(islice(self._samples, task.count))
         seed_generators(self.seed, task.first, Draw.COLLATE)
         return self._collate_fn(samples)
 
@@ -145,21 +144,35 @@ class Stream(Source):
         """This process's samples, pass after pass. Raises InputError if a pass has none."""
         info = get_worker_info()
         own, processes = (info.id, info.num_workers) if info else (0, 1)
-        first, step = self._shard * processes + own, self._shards * processes
+        part, parts = self._shard * processes + own, self._shards * processes
+        first, step = (0, 1) if self._sharded else (part, parts)
         number = 0
         while True:
-            if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
-                set_epoch(number)
             read = False
-            for sample in self.dataset if self._sharded else islice(self.dataset, first, None, step):
+            for sample in islice(self._pass(number, part, parts), first, None, step):
                 read = True
                 yield sample
             if not read:
-                found = f"no samples in part {first} of {step}, in pass {number}"
+                found = f"no samples in part {part} of {parts}, in pass {number}"
                 raise InputError(
                     "batches", "dataset", found, "a stream with a sample for each loader process"
                 )
             number += 1
+
+    def _pass(self, number: int, part: int, parts: int) -> Iterator[Any]:
+        """All samples that the data set gives in a pass."""
+        if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
+            set_epoch(number)
+        seed = seed_at(self.seed, number, Draw.SAMPLE)
+        samples: Iterator[Any] | None = None
+        for place in count():
+            # One that divides itself draws its own numbers, but for the first: it may shuffle what it divides.
+            apart = self._sharded and place > 0
+            seed_generators(seed, place * parts + part if apart else place, Draw.SAMPLE)
+            samples = iter(self.dataset) if samples is None else samples
+            if (sample := next(samples, END)) is END:
+                return
+            yield sample
 
     def example(self, last: bool) -> None:
         return None

@@ -31,12 +31,14 @@ from pyps.errors import (
     StoreClosed,
     TimedOut,
 )
+from pyps.native.local import LocalBackend
 from pyps.native.status import MemberState
 from pyps.native.values import Codec, Encoding, Hyper, PushResult, Role
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
 from pyps.store import Store
+from pyps.store.staging import push_request
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 SILENCE = 0.8
@@ -365,6 +367,63 @@ def test_after_a_push_that_waited_too_long_another_step_counts(shm: Path) -> Non
                 far.unstage(staging)
                 assert store.push(other, 4, HYPER).version == version
             assert value(far) == -2.0
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm: Path, linked: bool) -> None:
+    """Another buffer is refused: it would get that round's result, and its gradient would be lost."""
+    rules = BSP(round_timeout_seconds=30.0)
+    with (
+        Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
+        Server("model") as server,
+        (open_remote(server.address) if linked else Store.open("model")) as other,
+    ):
+        store.join(1)
+        other.join(0)
+        for one in (store, other):
+            one.start()
+        waits = other.stage()
+        waits["w"][:] = 1.0
+        with pytest.raises(TimedOut):
+            other.push(waits, 4, HYPER, timeout=0.05)
+        push_ones(store, 4)
+        claim, following = other.start(), other.stage()
+        following["w"][:] = 5.0
+        with pytest.raises(InvalidArgument, match=f"staging: found {following.index}; expected {waits.index}"):
+            other.push(following, claim.count, HYPER)
+        assert other.push(waits, 4, HYPER).version == 1
+        store.start()
+        results: list[PushResult] = []
+        both = threading.Thread(target=lambda: results.append(push_ones(store, 4)))
+        both.start()
+        assert other.push(following, claim.count, HYPER).version == 2
+        both.join()
+        assert value(store) == -0.5 - 0.5 * 3.0
+
+
+def test_an_exchange_that_was_fenced_after_its_push_has_its_result(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fenced(*_: object) -> int:
+        raise Fenced("pull", "the worker missed a deadline")
+
+    store.join(1)
+    with open_remote(f"{server.address}&pull=int8") as far:
+        far.join(0)
+        out = np.zeros(far.layout.flat_elements, np.float32)
+        for pushes in (1, 2):
+            claim, staging = far.start(), far.stage()
+            staging.flat[:] = 1.0
+            request = push_request(staging, claim.count, HYPER, groups=1)
+            with monkeypatch.context() as patch:
+                patch.setattr(LocalBackend, "pull_encoded", fenced)
+                if pushes == 1:
+                    result, version = far.send_and_pull(request, out)
+                    assert (result.rank_pushes, version) == (1, None)
+                else:
+                    with pytest.raises(Fenced, match="after its push, which counts"):
+                        far.exchange(staging, claim.count, HYPER, out)
+            assert store.status().version == pushes
 
 
 def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server) -> None:

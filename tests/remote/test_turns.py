@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pyps.errors import TimedOut
-from pyps.native.values import Hyper
+from pyps.native.values import Codec, Hyper, PushRequest
 from pyps.remote import create_store, open_store
 from pyps.remote.server import Server
+from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, R2SP
+from pyps.worker.client import StoreClient
 
 HYPER = Hyper(lr=0.1)
 
@@ -61,6 +64,60 @@ def test_a_turn_comes_after_those_before_it(where: str) -> None:
     assert stores[0].status().version == 6
     for store in stores:
         store.close()
+
+
+@pytest.mark.parametrize("encoding", ["f32", "int8"])
+def test_a_push_that_waited_too_long_for_its_turn_brings_its_gradient_again(
+    where: str, encoding: str
+) -> None:
+    stores = make(where, R2SP(slack=0.0), 2)
+    staging = stores[1].stage()
+    staging.flat[:] = 5.0
+    with pytest.raises(TimedOut):
+        stores[1].push(staging, 1, HYPER, timeout=0.05, encoding=encoding)
+    push(stores[0])
+    before = stores[0].snapshot().parameters
+    staging.flat[:] = 3.0  # nothing of it was staged
+    assert stores[1].push(staging, 1, HYPER, encoding=encoding).version == 2
+    np.testing.assert_allclose(stores[0].snapshot().tensors["w"], 4 * before[:8], rtol=1e-5)
+    for store in stores:
+        store.close()
+
+
+class Turning:
+    """A store behind a server, whose first turn does not come."""
+
+    servers, rank = 1, 0
+
+    def __init__(self) -> None:
+        self.turns, self.sent = 0, 0
+
+    def policy_needs(self) -> Any:
+        return R2SP().needs
+
+    def await_turn(self) -> None:
+        self.turns += 1
+        if self.turns == 1:
+            raise TimedOut("await_turn", "it did not come")
+
+    def begin_transfer(self, _: object) -> Any:
+        self.sent += 1
+
+    def start(self) -> None: ...
+
+
+def test_behind_a_gradient_whose_turn_did_not_come_none_leaves() -> None:
+    """It would be taken for the one that did not leave, whose samples the worker still has."""
+    store: Any = Turning()
+    client = StoreClient(store, Codec.F32, budget=None)
+    request = PushRequest(0, 1, (HYPER,))
+    for _ in range(2):
+        with pytest.raises(TimedOut):
+            client.begin_transfer(request, Ask(), Codec.F32)
+    assert store.sent == 0
+    client.claim()
+    client.begin_transfer(request, Ask(), Codec.F32)
+    assert store.sent == 1
 
 
 @pytest.mark.parametrize("policy", [ASP(), BSP()])

@@ -30,7 +30,7 @@ from pyps.remote import create_store, open_store
 from pyps.remote.link import LinkBackend
 from pyps.remote.server import Server
 from pyps.shards.host import FarLog
-from pyps.shards.shard import MAX_PINS
+from pyps.shards.shard import MAX_PINS, MAX_STAGED
 from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
 from pyps.store import Store
 from pyps.store.backend import STORE_TIMEOUT
@@ -207,6 +207,53 @@ def test_an_exchange_that_is_fenced_after_its_push_says_so_at_once(
         assert store.status().version == 1
         store.rejoin()
         assert only_value(store) == (1.0, 1)
+
+
+def test_a_worker_that_is_fenced_before_it_fetches_what_its_push_brings_has_pushed(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server took its push; the second one knows it no more when it asks for parameters."""
+
+    def left(*_: object) -> Any:
+        raise Fenced("pull", "this client has left the first server")
+
+    with serving(2) as (address, (_, far)), make(address, samples=1000) as store:
+        store.join(0)
+        out = np.empty(store.layout.flat_elements, np.float32)
+        for version in (1, 2):
+            claim, staging = store.start(), store.stage()
+            staging.flat[:] = -1.0
+            request = push_request(staging, claim.count, ONE, groups=1)
+            with monkeypatch.context() as patch:
+                patch.setattr(far._shards.shard, "pinned", left)
+                if version == 1:
+                    result, pulled = store.send_and_pull(request, out)
+                else:
+                    transfer = TransferRequest(request, Codec.F32, True, 0, None)
+                    done = backend(store).begin_transfer(transfer)(out)
+                    assert done.result is not None
+                    result, pulled = done.result, done.version
+            assert (result.version, result.rank_pushes, pulled) == (version, version, None)
+        assert only_value(store) == (2.0, 2)
+
+
+def test_parts_that_found_no_room_do_not_count_as_held(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may try again as often as it likes: it holds nothing."""
+
+    def full() -> Any:
+        raise OutOfSpace("stage", "no room")
+
+    with serving(2) as (address, (_, far)), make(address) as store:
+        store.join(0)
+        claim, staging = store.start(), store.stage()
+        staging.flat[:] = -1.0
+        with monkeypatch.context() as patch:
+            patch.setattr(far._shards.shard._staged, "free", full)
+            for _ in range(MAX_STAGED):
+                with pytest.raises(OutOfSpace):
+                    store.push(staging, claim.count, ONE)
+        monkeypatch.setattr("pyps.shards.shard.WAIT_SECONDS", 2.0)
+        assert store.push(staging, claim.count, ONE).version == 1
 
 
 def test_one_that_is_silent_again_while_it_rejoins_rejoins_anew(

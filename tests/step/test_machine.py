@@ -231,6 +231,35 @@ def test_nothing_is_under_way_after_a_flush() -> None:
     play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(5)))
 
 
+def test_a_step_whose_samples_were_lost_in_a_flush_is_dropped() -> None:
+    m = machine("hps", 2)
+    play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(Ask(exchanges=True, claims=1))), (Sent(), Return()), (Wanted(), Compute(0)))
+    play(m, (Flush(), Take()), (Arrived(fenced=True), Rejoin()), (Rejoined(), Return()))
+    play(m, (Refreshed(5), Return()), (Computed(), Return(dropped=True)), (Wanted(), ClaimNext(1)))
+
+
+def test_a_look_that_was_refused_rejoins_and_the_step_under_way_is_dropped() -> None:
+    m = machine("asp")
+    play(m, *STEP, (Flush(), Return()), (WasFenced(), Rejoin()), (Rejoined(), Return()))
+    play(m, (Refreshed(5), Return()), (Partial(0, 2, 8, 2), Abort(fenced=True)), (Wanted(), ClaimNext()))
+    play(m, (Claimed(1, 5), Compute(5, may_claim=True)), (Flush(), Return()), (Refreshed(6), Return()))
+    play(m, (Computed(), Send(Ask(exchanges=True))), (Sent(), Take()), (Arrived(7), Load()))
+    play(m, (Loaded(), Return()), (WasFenced(), Rejoin()), (Rejoined(), Return()), (Wanted(), ClaimNext()))
+
+
+def test_parameters_of_a_transfer_that_was_not_taken_are_loaded_after_it() -> None:
+    m = machine("asp", 3, local=True)
+    ask = Ask(exchanges=True, claims=1)
+    play(m, (Wanted(), ClaimNext(2)), (Claimed(3, 0), Pull()), (Pulled(0), Compute(0)))
+    play(m, (Computed(), Send(ask)), (Sent(), Return()), (Wanted(), Take()), (Arrived(1, 1), Load()))
+    play(m, (Loaded(), Compute(1)), (Computed(), Send(ask)), (Sent(), Return()), (Wanted(), Compute(1)))
+    play(m, (Computed(), Take(waits=False)), (Pending(), Send(ask)), (Sent(), Return()))
+    play(m, (Wanted(), Compute(1)), (Computed(), Take()), (Arrived(2, 1), Take(waits=False)))
+    play(m, (Pending(), Load()), (Arrived(3, 1), Load()), (Loaded(), Send(ask)), (Sent(), Return()))
+    assert (m.version, m.under_way) == (3, 1)
+
+
 def test_after_a_pipelines_transfer_has_failed_nothing_follows() -> None:
     m = machine("hps", 2)
     play(m, (Wanted(), ClaimNext(1)), (Claimed(2, 0), Pull()), (Pulled(0), Compute(0)))

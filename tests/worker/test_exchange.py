@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,30 @@ def test_one_call_brings_a_gradient_and_the_next_parameters(shm: Path, tmp_path:
     exchanges = needs.starts_at_once or needs.lets_ranks_rest or needs.uses_turns
     assert exchanges == (name not in ("ssp", "dssp", "softsync", "hps"))
     assert counted.calls == (["pull", *["send_and_pull"] * 3] if exchanges else ["pull", "send"] * 3)
+
+
+def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, tmp_path: Path) -> None:
+    """A look at newer ones in the middle of a step does not make it any younger."""
+    (worker,) = joined("asp", 1, tmp_path)
+    worker.settings = replace(worker.settings, micro_batch=2)
+    store, bases, model = worker.store, [], worker._require().model
+    batches = worker.batches((X, Y))
+
+    class Based(Counted):
+        def send_and_pull(self, request: Any, *rest: Any) -> Any:
+            bases.append(request.base_version)
+            return store.send_and_pull(request, *rest)
+
+    worker._require().client.store = Based(store)  # type: ignore[assignment]
+    for looks_at in (0, 1, 2):  # before, in the middle, never
+        for micro in range(2):
+            x, y = next(batches)
+            if micro == looks_at:
+                bases.append(worker.refresh() - 10 * micro)
+            backward(loss_of(model, x, y))
+            worker.step()
+    worker.close()
+    assert bases == [0, 0, 1 - 10, 1, 2]
 
 
 @pytest.mark.parametrize(("others", "staleness"), [(2, 2), (3, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ import pytest
 import torch
 from worker_tools import X, Y, backward, loss_of, make_model
 
-from pyps.checkpoint.local_states import open_states, state_file, states_of
+from pyps.checkpoint import state as checkpoint
+from pyps.checkpoint.local_states import open_states, residual_file, state_file, states_of
 from pyps.errors import InputError
+from pyps.native.values import Codec, Hyper, PushResult
+from pyps.store import Store
 from pyps.store.policies import policy_named
 from pyps.worker import local_state
 from pyps.worker.local_state import LocalState
+from pyps.worker.local_steps import LocalSteps
+from pyps.worker.packing import for_file
 from pyps.worker.settings import Settings
 
 
@@ -95,6 +101,31 @@ def test_a_rank_without_a_file_says_so(tmp_path: Path) -> None:
         LocalState(settings_of(None), [stepped(0)]).load(0)
 
 
+def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    """A group more, and the moments of one parameter would be another's."""
+
+    def groups(*order: int) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = torch.optim.SGD([parameters[k] for k in order], lr=0.1, momentum=0.9)
+        return optimizer, {id(p): f"p{k}" for k, p in enumerate(parameters)}
+
+    for optimizer, names in (groups(0, 1), groups(1, 0), groups(0)):
+        state = LocalState(settings_of(tmp_path), [optimizer], names)
+        if not states_of(tmp_path, 0):
+            state.save(1)
+            state.load(1)
+            continue
+        with pytest.raises(InputError, match=r"parameters: found p[01] \[3\]; expected (p1 \[3\]|no more), as in"):
+            state.load(1)
+
+
+def test_states_that_share_memory_are_kept_whole() -> None:
+    flat = torch.arange(6.0)
+    tensors, _ = for_file({"a": flat[:3], "b": flat[3:], "c": flat[3:]})
+    assert [tensor.tolist() for tensor in tensors.values()] == [[0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 3
+
+
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     LocalState(settings_of(tmp_path), [stepped()]).save(1)
     other = LocalState(settings_of(tmp_path), [stepped(0, torch.optim.Adagrad)])
@@ -122,6 +153,88 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         warnings.simplefilter("error")
         state.save(2)
     assert states_of(tmp_path, 0) == {}
+
+
+def test_a_write_that_fails_leaves_no_state_of_a_push_that_was_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run went back to a checkpoint, and has the numbers of its pushes again."""
+    state = LocalState(settings_of(tmp_path), [stepped()])
+    for pushes in (1, 2):
+        state.save(pushes)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_state, "save_file", full)
+    with pytest.warns(UserWarning, match="is not kept"):
+        state.save(2)
+    assert sorted(states_of(tmp_path, 0)) == [1]
+
+
+def test_a_checkpoint_of_other_pushes_is_not_gone_on_from(shm: Path, tmp_path: Path) -> None:
+    """The rank has pushed since, and its last files are lost: what the run was resumed from is too old."""
+    folder, ran = tmp_path / "checkpoint", tmp_path / "ran"
+    before = LocalState(settings_of(ran), [stepped()])
+    before.save(1)
+    before.save_residual(1, np.ones(3, np.float32))
+    with Store.create("s", {"w": np.zeros(3)}, batches=[1]) as store:
+        store.join(0)
+        store.start()
+        store.push(store.stage(), 1, Hyper(lr=0.1))
+        local = open_states(ran, [1])
+        checkpoint.save(store.state(), folder, local=local)
+        for file in local.values():
+            file.close()
+    resumed = settings_of(tmp_path / "new", resume=folder)
+    after = LocalState(resumed, [stepped(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after.load(1)
+        assert after.residual(1) is not None
+    with pytest.warns(UserWarning, match="after 2 pushes: its optimizer begins anew"):
+        LocalState(resumed, [stepped(0)]).load(2)
+    with pytest.warns(UserWarning, match="after 2 pushes: its error feedback begins anew"):
+        assert after.residual(2) is None
+
+
+def test_behind_a_push_that_is_refused_later_ones_have_their_numbers(tmp_path: Path) -> None:
+    """In a pipeline three have left, and their states are kept, before the first one's fate is known."""
+    settings, p = settings_of(tmp_path, depth=4), torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5)
+    local = LocalSteps((optimizer,), [p], 0.0, LocalState(settings, [optimizer]), 0, overlaps=True)
+    keeps: list[Any] = []
+    store: Any = SimpleNamespace(servers=1, keep_residual=lambda _, keep: keeps.append(keep))
+    local.keep_residual(store, Codec.INT8)
+    moments = []
+
+    def leave(staging: int) -> None:
+        local.begin()
+        p.grad = torch.full((3,), float(staging + 1))
+        local.step()
+        moments.append(optimizer.state[p]["momentum_buffer"].clone())
+        local.collect(staging)
+
+    for staging in range(3):
+        leave(staging)
+        if staging < 2:  # the third is encoded when the first has come back
+            keeps[0](staging, np.full(3, staging, np.float32))
+    local.pushed(None)
+    keeps[0](2, np.full(3, 2, np.float32))
+    leave(0)
+    local.pushed(PushResult(1, 0, 1, 1, 0.0, rank_pushes=1))
+    assert sorted(states_of(tmp_path, 0)) == [1, 2, 3]
+    for pushes in (1, 2, 3):
+        q = torch.nn.Parameter(torch.zeros(3))
+        again = torch.optim.SGD([q], lr=1.0, momentum=0.5)
+        found = LocalState(settings, [again])
+        found.load(pushes)
+        assert torch.equal(again.state[q]["momentum_buffer"], moments[pushes])
+        if pushes < 3:
+            residual = found.residual(pushes)
+            assert residual is not None
+            assert residual.tolist() == [pushes] * 3
+    assert not residual_file(tmp_path, 0, 3).exists()
 
 
 def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path) -> None:

@@ -144,6 +144,47 @@ def test_a_stream_is_divided_among_ranks_and_begins_again(ranks: int) -> None:
     assert stream.epochs == [0, 1] * ranks
 
 
+class Shuffled(IterableDataset[Any]):
+    """Sample i is (i, a random number). How: a pass is shuffled at its begin, or as it goes on."""
+
+    def __init__(self, buffer: int) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[Any]:
+        left = list(range(30))
+        random.shuffle(left)
+        while left:
+            yield left.pop(random.randrange(min(self.buffer, len(left)))), float(np.random.rand())
+
+
+@pytest.mark.parametrize("buffer", [1, 8])
+def test_ranks_divide_one_order_of_a_stream_that_shuffles_itself_whatever_their_batches(buffer: int) -> None:
+    passes = []
+    for sizes in ((5, 5, 5, 5), (3, 7, 1, 9)):
+        seen: list[Any] = [[], []]
+        for rank in range(3):
+            source, first = make_source(Shuffled(buffer), list, 7, rank, 3), 100 * rank
+            read = []
+            for size in sizes:
+                read += source[Task(first, size, None)]
+                first += 3 * size
+            for number in range(2):
+                seen[number] += read[10 * number : 10 * (number + 1)]
+        assert [sorted(i for i, _ in one) for one in seen] == [list(range(30))] * 2
+        passes.append(seen)
+    assert passes[0] == passes[1]
+    assert passes[0][0] != passes[0][1], "each pass has an order of its own"
+    assert len({number for _, number in passes[0][0]}) == 30
+
+
+def test_parts_of_a_stream_that_divides_itself_draw_other_numbers() -> None:
+    one, other = (
+        make_source(Shuffled(1), list, 7, rank, 2, sharded=True)[Task(0, 10, None)] for rank in range(2)
+    )
+    assert [i for i, _ in one] == [i for i, _ in other], "shuffled alike, to be divided"
+    assert not {number for _, number in one[1:]} & {number for _, number in other[1:]}
+
+
 def test_a_stream_that_divides_itself_is_read_whole() -> None:
     assert make_source(Count(4), list, 7, 1, 3, sharded=True)[Task(0, 4, None)] == [0, 1, 2, 3]
 
