@@ -64,10 +64,10 @@ def test_one_call_brings_a_gradient_and_the_next_parameters(shm: Path, tmp_path:
 
 def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, tmp_path: Path) -> None:
     """A look at newer ones in the middle of a step does not make it any younger."""
-    (worker,) = joined("asp", 1, tmp_path)
+    worker, other = joined("asp", 2, tmp_path)
     worker.settings = replace(worker.settings, micro_batch=2)
     store, bases, model = worker.store, [], worker._require().model
-    batches = worker.batches((X, Y))
+    batches, others = worker.batches((X, Y)), steps_of(other)
 
     class Based(Counted):
         def send_and_pull(self, request: Any, *rest: Any) -> Any:
@@ -75,15 +75,17 @@ def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, 
             return store.send_and_pull(request, *rest)
 
     worker._require().client.store = Based(store)  # type: ignore[assignment]
-    for looks_at in (0, 1, 2):  # before, in the middle, never
+    for looks_at, version in ((1, 1), (0, 3)):
         for micro in range(2):
             x, y = next(batches)
             if micro == looks_at:
-                bases.append(worker.refresh() - 10 * micro)
+                next(others)
+                assert worker.refresh() == version
             backward(loss_of(model, x, y))
             worker.step()
-    worker.close()
-    assert bases == [0, 0, 1 - 10, 1, 2]
+    for one in (worker, other):
+        one.close()
+    assert bases == [0, 3], "which the whole gradient is of, or at least its first part"
 
 
 @pytest.mark.parametrize(("others", "staleness"), [(2, 2), (3, 0)])

@@ -5,25 +5,45 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from run_scripts import PATIENCE_SECONDS, until
-from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
+from worker_tools import (
+    RELATIVE,
+    SAMPLES,
+    X,
+    Y,
+    backward,
+    distance,
+    loss_of,
+    make_model,
+    run_threads,
+    train,
+    train_alone,
+    train_beside,
+)
 
 from pyps.errors import Fenced, InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import MemberState
+from pyps.native.values import Codec, PushRequest
 from pyps.report.trace import make_trace
+from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.background import BackgroundThread
+from pyps.worker.client import Transfer
 from pyps.worker.loop import Worker, join
 from pyps.worker.sampling import indices
+from pyps.worker.step import Outcome
+from pyps.worker.transport import Overlapped
 
 pytestmark = pytest.mark.slow
 
@@ -219,6 +239,145 @@ def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
     assert time.monotonic() - began < 0.3
     worker.close()
     assert worker.store.closed
+    worker.close()
+    assert no_transfer_threads()
+
+
+class Held(Slow):
+    """A store whose pushes wait until they may go on, or fail."""
+
+    def __init__(self, store: Store, error: Exception | None) -> None:
+        super().__init__(store, 0.0)
+        self.go_on, self._error = threading.Event(), error
+
+    def _late(self, call: Callable[..., Any], ways: int) -> Callable[..., Any]:
+        def late(*args: Any, **more: Any) -> Any:
+            assert self.go_on.wait(PATIENCE_SECONDS)
+            if self._error is not None:
+                raise self._error
+            return call(*args, **more)
+
+        return late
+
+
+def two_under_way(folder: Path, error: Exception | None = None) -> tuple[Worker, Held]:
+    """A worker that has taken two steps, whose transfers wait."""
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=3, run_dir=folder)
+    model = make_model()
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    held, batches = Held(worker.store, error), worker.batches((X, Y))
+    for _ in range(2):
+        x, y = next(batches)
+        over(worker, held)
+        backward(loss_of(model, x, y))
+        worker.step()
+    return worker, held
+
+
+def test_what_fails_while_a_worker_closes_is_raised_once(shm: Path, tmp_path: Path) -> None:
+    worker, held = two_under_way(tmp_path, ConnectionError("the link is cut"))
+    held.go_on.set()
+    with pytest.raises(ConnectionError, match="the link is cut"):
+        worker.close()
+    worker.close()
+    assert no_transfer_threads()
+
+
+def test_steps_that_end_after_a_worker_closed_too_early_are_recorded(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, held = two_under_way(tmp_path)
+    transport = worker._require().transport
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "close", partial(transport.close, 0.05))
+        with pytest.raises(TimedOut):
+            worker.close()
+    held.go_on.set()
+    worker.close()
+    assert [(record.version, record.rejected) for record in read_run(tmp_path)] == [(1, False), (2, False)]
+
+
+def test_a_worker_leaves_when_what_left_late_has_ended() -> None:
+    """Its gradient waits for a turn, longer than close() does."""
+    turn, gone, order = threading.Event(), threading.Event(), []
+
+    def begin(*_: object) -> Any:
+        assert turn.wait(PATIENCE_SECONDS)
+        return lambda *_: order.append("transfer") or Transfer(Outcome(version=1))
+
+    def leave() -> None:
+        order.append("left")
+        gone.set()
+
+    store = SimpleNamespace(rank=0)
+    client: Any = SimpleNamespace(store=store, pull_codec=Codec.F32, begin_transfer=begin, close=leave)
+    nothing: dict[str, Any] = {name: lambda *_: None for name in ("coming", "arrived", "came")}
+    binding: Any = SimpleNamespace(vector=lambda: SimpleNamespace(array=None), **nothing)
+    way = Overlapped(client, binding, PATIENCE_SECONDS)
+    way.send(PushRequest(0, 1, ()), Ask())
+    with pytest.raises(TimedOut):
+        way.close(0.01)
+    turn.set()
+    assert gone.wait(PATIENCE_SECONDS)
+    assert order == ["transfer", "left"]
+    way.close(PATIENCE_SECONDS)
+    assert no_transfer_threads()
+
+
+def at_once(self: BackgroundThread[Any], job: Callable[[], Any]) -> None:
+    """submit(), in the thread that calls it."""
+    try:
+        self._results.put((job(), None))
+    except BaseException as error:
+        self._results.put((None, error))
+
+
+def test_local_steps_load_no_parameters_of_a_transfer_that_was_not_taken(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a step whose way the worker would take once more. Each transfer comes back as it leaves, but
+    is seen only when the worker waits for it.
+    """
+    monkeypatch.setattr(BackgroundThread, "submit", at_once)
+    monkeypatch.setattr(Overlapped, "ready", 0)
+    model, rival = make_model(), make_model()
+    with join("run", 0, batches=[5], samples=3 * SAMPLES, seed=5, policy="asp", pipeline=3) as worker:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        worker.attach(model, optimizer, local_steps=2, outer=outer)
+        train(worker, model)
+        assert worker.steps == 18
+    train_alone(rival, torch.optim.SGD(rival.parameters(), lr=0.05, momentum=0.9), 5)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
+class FencedOnce(Slow):
+    """A store that finds its worker late when it looks at one version."""
+
+    def _late(self, call: Callable[..., Any], ways: int) -> Callable[..., Any]:
+        def late(*args: Any, strict: bool = False, **more: Any) -> Any:
+            if strict and self._seconds:
+                self._seconds = 0.0
+                raise Fenced("snapshot", "the worker missed a deadline")
+            return call(*args, **({"strict": True} if strict else {}), **more)
+
+        return late
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_worker_that_is_fenced_when_it_refreshes_rejoins_and_drops_its_step(
+    shm: Path, pipeline: bool
+) -> None:
+    """As after a long validation, with samples in hand."""
+    worker, model = join("run", 0, batches=[10], samples=60, policy="asp", pipeline=pipeline), make_model()
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(worker.batches((X, Y))):
+        if number == 2:
+            over(worker, FencedOnce(worker.store, 1.0))
+            assert worker.refresh() == 2
+        backward(loss_of(model, x, y))
+        worker.step()
+    assert (worker.fenced, worker.rejected, worker.steps) == (1, 1, 6)
     worker.close()
     assert no_transfer_threads()
 
