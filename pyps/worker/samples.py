@@ -6,8 +6,8 @@ of its own part, and begins again at the end.
 
 Random numbers belong to positions: the generators of torch, NumPy and Python are seeded from (run seed,
 position) before each sample is read, before a batch is collated and before it is yielded. So augmentation and
-dropout do not depend on which process or attempt does them, and a resumed run repeats them bit for bit. A stream's
-belong to its passes and places: all processes that divide it see one order, though it shuffles by them.
+dropout do not depend on which process or attempt does them, and a resumed run repeats them bit for bit. Those
+of a stream belong to its passes and places: all processes that divide it see one order, if it shuffles too.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Stream(Source):
         seed = seed_at(self.seed, number, Draw.SAMPLE)
         samples: Iterator[Any] | None = None
         for place in count():
-            # One that divides itself draws its own numbers, but for the first: it may shuffle what it divides.
+            # The parts of one that divides itself draw unlike numbers, but first it may shuffle what it divides.
             apart = self._sharded and place > 0
             seed_generators(seed, place * parts + part if apart else place, Draw.SAMPLE)
             samples = iter(self.dataset) if samples is None else samples

@@ -389,7 +389,8 @@ def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm
         push_ones(store, 4)
         claim, following = other.start(), other.stage()
         following["w"][:] = 5.0
-        with pytest.raises(InvalidArgument, match=f"staging: found {following.index}; expected {waits.index}"):
+        refusal = f"staging: found {following.index}; expected {waits.index}, whose round"
+        with pytest.raises(InvalidArgument, match=refusal):
             other.push(following, claim.count, HYPER)
         assert other.push(waits, 4, HYPER).version == 1
         store.start()

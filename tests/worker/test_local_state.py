@@ -115,7 +115,8 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
             state.save(1)
             state.load(1)
             continue
-        with pytest.raises(InputError, match=r"parameters: found p[01] \[3\]; expected (p1 \[3\]|no more), as in"):
+        expected = r"parameters: found p[01] \[3\]; expected (p1 \[3\]|no more), as in the script"
+        with pytest.raises(InputError, match=expected):
             state.load(1)
 
 
