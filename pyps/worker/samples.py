@@ -166,7 +166,7 @@ class Stream(Source):
         seed = seed_at(self.seed, number, Draw.SAMPLE)
         samples: Iterator[Any] | None = None
         for place in count():
-            # The parts of one that divides itself draw unlike numbers, but first it may shuffle what it divides.
+            # Parts of one that divides itself draw unlike numbers, but for the first: it may shuffle before.
             apart = self._sharded and place > 0
             seed_generators(seed, place * parts + part if apart else place, Draw.SAMPLE)
             samples = iter(self.dataset) if samples is None else samples
