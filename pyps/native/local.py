@@ -263,7 +263,7 @@ class LocalBackend:
 
     def exchange(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int]:
+    ) -> tuple[PushResult, int | None]:
         c, keep = self._push_args("exchange", request)
         r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
         to = ffi.from_buffer("float[]", out, require_writable=True)

@@ -342,9 +342,10 @@ class LinkSession:
                 return (result, None), ()
             return (result, version), arrays
         flat = self.room.take(np.float32, self.layout.flat_elements)
-        both = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
-        self._keep_pulled(both[1], flat)
-        return both, (flat,)
+        result, pulled = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
+        if pulled is not None:
+            self._keep_pulled(pulled, flat)
+        return (result, pulled), (flat,)
 
     @HANDLERS.bulk(verbs.TRANSFER)
     def transfer(self, numbers: Frames, header: TransferHeader) -> tuple[TransferReply, Arrays]:
