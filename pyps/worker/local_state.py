@@ -126,7 +126,7 @@ class LocalState:
         kept = state["state"] if len(self._optimizers) > 1 else [state["state"]]
         for optimizer, values in zip(self._optimizers, kept, strict=True):
             now: dict[str, Any] = optimizer.state_dict()
-            optimizer.load_state_dict({**now, "state": values})
+            optimizer.load_state_dict({**now, "state": {**now["state"], **values}})
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""

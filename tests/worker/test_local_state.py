@@ -120,6 +120,25 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
             state.load(1)
 
 
+def test_a_parameter_that_has_not_stepped_keeps_the_state_that_it_begins_with(tmp_path: Path) -> None:
+    """Averaged moments are begun for all parameters, of which a push may have reached a part."""
+
+    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        return parameters, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    (first, _), before = made()
+    first.grad = torch.ones(3)
+    before.step()
+    LocalState(settings_of(tmp_path), [before]).save(1)
+    parameters, after = made()
+    for p in parameters:
+        after.state[p]["momentum_buffer"] = torch.zeros(3)
+    LocalState(settings_of(tmp_path), [after]).load(1)
+    moments = [after.state[p]["momentum_buffer"].tolist() for p in parameters]
+    assert moments == [[1.0] * 3, [0.0] * 3]
+
+
 def test_states_that_share_memory_are_kept_whole() -> None:
     flat = torch.arange(6.0)
     tensors, _ = for_file({"a": flat[:3], "b": flat[3:], "c": flat[3:]})
