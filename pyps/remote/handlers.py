@@ -26,6 +26,7 @@ from pyps.errors import (
     PushRejected,
     SegmentNotFound,
     StoreError,
+    StoreFull,
     SystemCallFailed,
     TimedOut,
 )
@@ -336,11 +337,10 @@ class LinkSession:
     ) -> tuple[tuple[PushResult, int | None], Arrays]:
         if codec is not Codec.F32:
             result, _ = self.push(numbers, header)
-            try:
+            with contextlib.suppress(Fenced):
                 version, arrays = self.pull_encoded((), codec)
-            except Fenced:
-                return (result, None), ()
-            return (result, version), arrays
+                return (result, version), arrays
+            return (result, None), ()
         flat = self.room.take(np.float32, self.layout.flat_elements)
         result, pulled = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
         if pulled is not None:
@@ -406,7 +406,7 @@ class LinkSession:
         request = PushRequest(**fields, encoded=codec is not Codec.F32)
         try:
             result = send(request)
-        except TimedOut:
+        except (TimedOut, StoreFull):
             self._keep_in_round(header.staging, self._staging)
             raise
         except (Fenced, PushRejected):
@@ -416,7 +416,7 @@ class LinkSession:
         return result
 
     def _keep_in_round(self, theirs: int, staging: int) -> None:
-        """A push of the client's buffer timed out: unless it waits in a round, its gradient comes again."""
+        """A push of the client's buffer has not ended: unless it waits in a round, its gradient comes again."""
         self._in_round = theirs
         with contextlib.suppress(InvalidArgument):  # it waits in the round
             self.store.unstage(staging)
