@@ -30,7 +30,7 @@ from pyps.errors import (
     SystemCallFailed,
     TimedOut,
 )
-from pyps.native.decisions import Advice
+from pyps.native.decisions import Advice, PolicyNeeds
 from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
@@ -314,17 +314,17 @@ class LinkSession:
     def pull_encoded(self, numbers: Frames, codec: Codec) -> tuple[int, Arrays]:
         data = self.room.take(np.uint8, encoded_vector_bytes(codec, self.layout))
         version = self.store.pull_encoded(codec, data)
-        if self._needs_base_params:
+        if self._needs.needs_base_params:
             self._keep_pulled(version, decode_vector(data, codec, self.layout))
         return version, (data,)
 
     @cached_property
-    def _needs_base_params(self) -> bool:
-        return native.policy_needs(self.layout.policy, self.store.policy_params).needs_base_params
+    def _needs(self) -> PolicyNeeds:
+        return native.policy_needs(self.layout.policy, self.store.policy_params)
 
     def _keep_pulled(self, version: int, flat: Flat) -> None:
         """Where the policy needs base parameters, they need not travel back with their gradient."""
-        if self._needs_base_params:
+        if self._needs.needs_base_params:
             self._pulled.add(version, flat)
 
     @HANDLERS.bulk(verbs.PUSH)
@@ -397,13 +397,12 @@ class LinkSession:
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
-        fields["staging"] = self._staging
         fields["base_params"] = self._pulled.base(header.base_version) if header.samples else None
         if header.samples and header.ranges is not None:
             fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
         elif header.samples and self._in_round is None:
             self._fill(self._staging, codec, numbers)
-        request = PushRequest(**fields, encoded=codec is not Codec.F32)
+        request = PushRequest(**fields | {"staging": self._staging}, encoded=codec is not Codec.F32)
         try:
             result = send(request)
         except (TimedOut, StoreFull):
@@ -416,11 +415,12 @@ class LinkSession:
         return result
 
     def _keep_in_round(self, theirs: int, staging: int) -> None:
-        """A push of the client's buffer has not ended: unless it waits in a round, its gradient comes again."""
-        self._in_round = theirs
-        with contextlib.suppress(InvalidArgument):  # it waits in the round
+        """A push has not ended: if it waits in no round, its gradient comes again. theirs: its buffer there."""
+        waits = self._needs.waits_for_rounds
+        with contextlib.suppress(InvalidArgument):  # it waits there; or it was taken, where none wait
             self.store.unstage(staging)
-            self._staging = self._in_round = None
+            waits = False
+        self._staging, self._in_round = (staging, theirs) if waits else (None, None)
 
     def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:
         """The fields of a push whose gradient is of ranges."""
