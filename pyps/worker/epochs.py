@@ -9,6 +9,7 @@ says which epochs are done. A run that goes on in the middle of an epoch waits f
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,8 +107,12 @@ class Epochs:
 
 
 def drop_undone_epochs(run_dir: Path, version: int | None) -> None:
-    """The run goes on from a version: later epochs are trained again. None: that is not known."""
+    """The run goes on from a version: later epochs are trained again. None: that is not known. A kill leaves
+    the file as before or after, and it needs no room on the disk.
+    """
     path = run_dir / EPOCHS
-    if version is not None and path.exists():
-        kept = [line for line in LineReader(path).new(Epoch) if line.version <= version]
-        path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+    if version is None or not path.exists():
+        return
+    epochs = LineReader(path).new(Epoch)
+    kept = next((k for k, line in enumerate(epochs) if line.version > version), len(epochs))
+    os.truncate(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[:kept])))

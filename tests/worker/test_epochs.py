@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import resource
 import signal
 import subprocess
 from dataclasses import dataclass, field
@@ -106,6 +107,18 @@ def test_a_resumed_run_waits_for_the_end_of_its_epoch(tmp_path: Path) -> None:
     assert again.at(2 * LENGTH) == []
     drop_undone_epochs(tmp_path, -1)  # the run goes back further: its end comes again
     assert Rank(FakeStore(), 0, tmp_path).at(2 * LENGTH) == [2]
+
+
+def test_undone_epochs_are_dropped_without_room_on_the_disk(tmp_path: Path) -> None:
+    lines = [f'{{"epoch":{k},"rank":0,"version":{10 * k}}}\n' for k in (1, 2, 3)]
+    (tmp_path / EPOCHS).write_text("".join(lines))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        drop_undone_epochs(tmp_path, 25)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / EPOCHS).read_text() == "".join(lines[:2])
 
 
 def test_without_a_folder_and_without_a_length() -> None:
