@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError
+from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError, StoreFull, TimedOut
 from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.transfer import Transferred, spans_of
 from pyps.native.values import (
@@ -59,6 +59,7 @@ class Away:
         self._joined = False
         self._staging_buffers: dict[int, Flat] = {}
         self._staging_taken: set[int] = set()
+        self._in_round: int | None = None  # that of a push that timed out in its round
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._keep_residual: Callable[[int, Flat], None] | None = None
         self._compute_began = time.monotonic()  # when the last claim or pull had come
@@ -95,7 +96,7 @@ class Away:
         self.client.close()
 
     def join(self, role: Role, rank: int) -> int:
-        self._staging_taken.clear()
+        self._forget_staging()
         got = self.client.call(verbs.JOIN(role, rank))
         self._joined = True
         return got
@@ -106,7 +107,7 @@ class Away:
 
     def rejoin(self) -> None:
         self.client.call(verbs.REJOIN())
-        self._staging_taken.clear()
+        self._forget_staging()
 
     def start(self, timeout: float) -> Claim:
         claim = self.client.call(verbs.START(bounded(timeout)))
@@ -116,7 +117,7 @@ class Away:
     def should_continue(self, done: int, following: int) -> Advice:
         advice = self.client.call(verbs.SHOULD_CONTINUE(done, following))
         if advice is Advice.ABORT:
-            self._staging_taken.clear()
+            self._forget_staging()
         return advice
 
     def await_turn(self, timeout: float) -> None:
@@ -143,9 +144,15 @@ class Away:
         raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
 
     def unstage(self, staging: int) -> None:
-        if staging not in self._staging_taken:
-            raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
+        if staging not in self._staging_taken or staging == self._in_round:
+            expected = "expected one that stage() returned, and that waits in no round"
+            raise InvalidArgument("unstage", f"staging: found {staging}; {expected}")
         self._staging_taken.discard(staging)
+
+    def _forget_staging(self) -> None:
+        """The store has taken all staging buffers back."""
+        self._staging_taken.clear()
+        self._in_round = None
 
     def staging(self, staging: int) -> Flat:
         flat = self._staging_buffers.get(staging)
@@ -170,9 +177,13 @@ class Away:
             self._settle_residual(request, admitted=False)
             if isinstance(error, PushRejected):
                 self._staging_taken.discard(request.staging)
+            needs = native.policy_needs(self.layout.policy, self.policy_params)
+            waits = isinstance(error, TimedOut | StoreFull) and needs.waits_for_rounds
+            self._in_round = request.staging if waits else self._in_round
             raise
         self._settle_residual(request, admitted=True)
         self._staging_taken.discard(request.staging)
+        self._in_round = None
 
     def _settle_residual(self, request: PushRequest, admitted: bool) -> None:
         """A push has ended; whether a residual of it was kept here is known by its encoding."""

@@ -386,6 +386,8 @@ def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm
         waits["w"][:] = 1.0
         with pytest.raises(TimedOut):
             other.push(waits, 4, HYPER, timeout=0.05)
+        with pytest.raises(InvalidArgument, match="waits in no round"):
+            other.unstage(waits)
         push_ones(store, 4)
         claim, following = other.start(), other.stage()
         following["w"][:] = 5.0

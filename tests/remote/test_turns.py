@@ -84,6 +84,18 @@ def test_a_push_that_waited_too_long_for_its_turn_brings_its_gradient_again(
         store.close()
 
 
+def test_pushes_that_waited_too_long_leave_their_buffers_free(where: str) -> None:
+    stores = make(where, R2SP(slack=0.0), 2)
+    gradient = np.ones(stores[1].layout.flat_elements, np.float32)
+    for _ in range(stores[1].layout.staging_buffers + 1):
+        with pytest.raises(TimedOut):
+            stores[1].push(None, 1, HYPER, timeout=0.01, gradient=gradient)
+    push(stores[0])
+    assert stores[1].push(None, 1, HYPER, gradient=gradient).version == 2
+    for store in stores:
+        store.close()
+
+
 class Turning:
     """A store behind a server, whose first turn does not come."""
 
