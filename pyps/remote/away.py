@@ -168,6 +168,10 @@ class Away:
         self._residual.begin_with(start)
         self._keep_residual = keep
 
+    @property
+    def _waits_for_rounds(self) -> bool:
+        return native.policy_needs(self.layout.policy, self.policy_params).waits_for_rounds
+
     @contextmanager
     def _settling(self, request: PushRequest) -> Iterator[None]:
         """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
@@ -177,9 +181,8 @@ class Away:
             self._settle_residual(request, admitted=False)
             if isinstance(error, PushRejected):
                 self._staging_taken.discard(request.staging)
-            needs = native.policy_needs(self.layout.policy, self.policy_params)
-            waits = isinstance(error, TimedOut | StoreFull) and needs.waits_for_rounds
-            self._in_round = request.staging if waits else self._in_round
+            if isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
+                self._in_round = request.staging
             raise
         self._settle_residual(request, admitted=True)
         self._staging_taken.discard(request.staging)
