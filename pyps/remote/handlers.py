@@ -415,7 +415,7 @@ class LinkSession:
         return result
 
     def _keep_in_round(self, theirs: int, staging: int) -> None:
-        """A push has not ended: if it waits in no round, its gradient comes again. theirs: its buffer there."""
+        """A push has not ended: if it waits in no round, its gradient comes again. theirs: its buffer."""
         waits = self._needs.waits_for_rounds
         with contextlib.suppress(InvalidArgument):  # it waits there; or it was taken, where none wait
             self.store.unstage(staging)

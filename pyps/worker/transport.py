@@ -302,8 +302,8 @@ class Transport:
             try:
                 self._take()
             except BaseException as error:
-                self._failure = error
-                raise first or error
+                self._failure = error  # nothing can follow it
+                first = first or error
             try:
                 self._tell()
             except BaseException as error:

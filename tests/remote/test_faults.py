@@ -376,7 +376,7 @@ def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm
     with (
         Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
         Server("model") as server,
-        (open_remote(server.address) if linked else Store.open("model")) as other,
+        open_remote(server.address) if linked else Store.open("model") as other,
     ):
         store.join(1)
         other.join(0)

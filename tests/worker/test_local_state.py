@@ -195,6 +195,7 @@ def test_a_write_that_fails_leaves_no_state_of_a_push_that_was_undone(
 def test_a_checkpoint_of_other_pushes_is_not_gone_on_from(shm: Path, tmp_path: Path) -> None:
     """The rank has pushed since, and its last files are lost: what the run was resumed from is too old."""
     folder, ran = tmp_path / "checkpoint", tmp_path / "ran"
+    ran.mkdir()
     before = LocalState(settings_of(ran), [stepped()])
     before.save(1)
     before.save_residual(1, np.ones(3, np.float32))
