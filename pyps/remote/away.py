@@ -111,6 +111,9 @@ class Away:
 
     def start(self, timeout: float) -> Claim:
         claim = self.client.call(verbs.START(bounded(timeout)))
+        if self._in_round is not None:  # the store has given that push up
+            self._staging_taken.discard(self._in_round)
+            self._in_round = None
         self._compute_began = time.monotonic()
         return claim
 
@@ -144,10 +147,10 @@ class Away:
         raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
 
     def unstage(self, staging: int) -> None:
-        if staging not in self._staging_taken or staging == self._in_round:
-            expected = "expected one that stage() returned, and that waits in no round"
-            raise InvalidArgument("unstage", f"staging: found {staging}; {expected}")
-        self._staging_taken.discard(staging)
+        if staging not in self._staging_taken:
+            raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
+        if staging != self._in_round:  # else it is the round's until the next start
+            self._staging_taken.discard(staging)
 
     def _forget_staging(self) -> None:
         """The store has taken all staging buffers back."""

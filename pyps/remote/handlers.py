@@ -281,10 +281,8 @@ class LinkSession:
         self._transfers.begin_again()
         self._wing.start()
         claim = self.store.start(timeout)
-        if self._in_round and self._staging is not None:  # it goes on with another step
-            with contextlib.suppress(InvalidArgument):  # the store has the buffer, or it is taken back
-                self.store.unstage(self._staging)
-            self._staging, self._in_round = None, False
+        if self._in_round is not None:  # the store has given that push up
+            self._staging = self._in_round = None
         return claim
 
     @HANDLERS.bulk(verbs.PULL)
@@ -322,9 +320,9 @@ class LinkSession:
     def _needs(self) -> PolicyNeeds:
         return native.policy_needs(self.layout.policy, self.store.policy_params)
 
-    def _keep_pulled(self, version: int, flat: Flat) -> None:
+    def _keep_pulled(self, version: int | None, flat: Flat) -> None:
         """Where the policy needs base parameters, they need not travel back with their gradient."""
-        if self._needs.needs_base_params:
+        if version is not None and self._needs.needs_base_params:
             self._pulled.add(version, flat)
 
     @HANDLERS.bulk(verbs.PUSH)
@@ -343,8 +341,7 @@ class LinkSession:
             return (result, None), ()
         flat = self.room.take(np.float32, self.layout.flat_elements)
         result, pulled = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
-        if pulled is not None:
-            self._keep_pulled(pulled, flat)
+        self._keep_pulled(pulled, flat)
         return (result, pulled), (flat,)
 
     @HANDLERS.bulk(verbs.TRANSFER)
@@ -390,8 +387,8 @@ class LinkSession:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
         if self._in_round is not None and header.staging != self._in_round:
-            found = f"staging: found {header.staging}; expected {self._in_round}"
-            raise InvalidArgument("push", f"{found}, whose round an earlier push waited for")
+            expected = f"expected {self._in_round}, whose round an earlier push waited for"
+            raise InvalidArgument("push", f"staging: found {header.staging}; {expected}")
         if self._staging is None:
             self._staging = self.store.stage(native.timeout_seconds(header.timeout))
         codec = header.encoding.codec if header.samples else Codec.F32
@@ -477,8 +474,7 @@ class LinkSession:
 def _most_bytes(back: Bulk, layout: Layout) -> int:
     """What numbers an answer may have; a state's residuals of later ranks are counted once they are there."""
     more = {Bulk.GRADIENT: 0, Bulk.STORE: layout.states, Bulk.STATE: layout.states + layout.ranks}
-    vectors = 1 + more[back]
-    return 4 * vectors * layout.flat_elements + 8 * layout.chunks
+    return 4 * (1 + more[back]) * layout.flat_elements + 8 * layout.chunks
 
 
 def _by_store(verb: LinkVerb[P, R], function: Callable[Concatenate[LocalBackend, P], R]) -> None:

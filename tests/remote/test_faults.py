@@ -382,24 +382,20 @@ def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm
         other.join(0)
         for one in (store, other):
             one.start()
-        waits = other.stage()
-        waits["w"][:] = 1.0
+        waits, following = other.stage(), other.stage()
+        waits["w"][:], following["w"][:] = 1.0, 5.0
         with pytest.raises(TimedOut):
             other.push(waits, 4, HYPER, timeout=0.05)
-        with pytest.raises(InvalidArgument, match="waits in no round"):
-            other.unstage(waits)
-        push_ones(store, 4)
-        claim, following = other.start(), other.stage()
-        following["w"][:] = 5.0
         refusal = f"staging: found {following.index}; expected {waits.index}, whose round"
         with pytest.raises(InvalidArgument, match=refusal):
-            other.push(following, claim.count, HYPER)
+            other.push(following, 4, HYPER)
+        push_ones(store, 4)
         assert other.push(waits, 4, HYPER).version == 1
-        store.start()
-        results: list[PushResult] = []
-        both = threading.Thread(target=lambda: results.append(push_ones(store, 4)))
+        for one in (store, other):
+            one.start()
+        both = threading.Thread(target=push_ones, args=(store, 4))
         both.start()
-        assert other.push(following, claim.count, HYPER).version == 2
+        assert other.push(following, 4, HYPER).version == 2
         both.join()
         assert value(store) == -0.5 - 0.5 * 3.0
 
