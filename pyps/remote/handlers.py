@@ -375,10 +375,7 @@ class LinkSession:
         return self.pull((), None) if codec is Codec.F32 else self.pull_encoded((), codec)
 
     def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], T]) -> T:
-        """Copy the gradient to a staging buffer and push it.
-
-        The next call resumes a push that timed out in an open round: its gradient is already staged.
-        """
+        """Copy the gradient to a staging buffer and push it, or resume a push that waits in an open round."""
         if self._site.shards.is_head:
             raise InvalidArgument(
                 "push", "found a model over several servers; expected its parts and a commit"

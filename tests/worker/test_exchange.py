@@ -65,7 +65,7 @@ def test_one_call_brings_a_gradient_and_the_next_parameters(shm: Path, tmp_path:
 def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, tmp_path: Path) -> None:
     """A look at newer ones in the middle of a step does not make it any younger."""
     worker, other = joined("asp", 2, tmp_path)
-    worker.settings = replace(worker.settings, micro_batch=2)
+    worker.settings = replace(worker.settings, micro_batch=1)
     store, bases, model = worker.store, [], worker._require().model
     batches, others = worker.batches((X, Y)), steps_of(other)
 
@@ -76,7 +76,7 @@ def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, 
 
     worker._require().client.store = Based(store)  # type: ignore[assignment]
     for looks_at, version in ((1, 1), (0, 3)):
-        for micro in range(2):
+        for micro in range(4):
             x, y = next(batches)
             if micro == looks_at:
                 next(others)
