@@ -23,11 +23,11 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
 from pyps.formats import Profile
-from pyps.torch.adapter import UnevenRun, check_processes, even_loader, uneven_loader
+from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
 from pyps.torch.ddp_hook import Wire
 from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
@@ -93,7 +93,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *arguments, **options)
         given = isinstance(data_loader.batch_sampler, UnevenBatchSampler)
-        if given or isinstance(data_loader.sampler, RandomSampler):
+        if given or is_shuffled(data_loader.sampler):
             return self._train_loader(data_loader)
         loading, even = self.dataloader_config, copy.copy(self.dataloader_config)
         even.split_batches = False

@@ -58,10 +58,12 @@ class MicroBatches:
 
 
 def cuts_of(rows: int, parts: int, most: int | None = None) -> list[tuple[int, int]]:
-    """Rows in `parts` ranges, or as many as there are rows. Raises InputError for fewer than one."""
+    """Rows in `parts` ranges, or as many as there are rows, at least one: other ranks wait for a gradient.
+    Raises InputError for fewer parts than one.
+    """
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise InputError("accumulate", "parts", repr(parts), "a whole number from 1")
-    return micro_batches(0, rows, min(parts, rows if most is None else most))
+    return micro_batches(0, rows, max(1, min(parts, rows if most is None else most)))
 
 
 def rows_between(batch: Any, rows: int, low: int, high: int) -> Any:

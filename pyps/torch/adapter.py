@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from pyps.errors import InputError
 from pyps.formats import Profile
@@ -245,6 +245,13 @@ def uneven_loader(
             sampler = UnevenBatchSampler(length, split, accumulate=parts, **order)
     run.sampler = sampler
     return DataLoader(loader.dataset, batch_sampler=sampler, **_kept(loader))
+
+
+def is_shuffled(sampler: Any) -> bool:
+    """Whether each sample comes once an epoch, in an order that is drawn."""
+    if not isinstance(sampler, RandomSampler) or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
 
 
 def even_loader(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:

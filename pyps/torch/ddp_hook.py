@@ -86,8 +86,11 @@ class DDPHook(WeightedHook):
         self._residuals = Residuals(ddp.module.named_parameters())
         self.passes = Passes(reduction == "sum", self._gradients, lambda: None, self._pass_over)
         self.passes.is_gathered = lambda: is_gathered(self.group)
+        # A rank that has left DDP's join() takes part in reductions alone.
+        self.passes.largest = lambda own: own if ddp._join_config.enable else self._largest(own)
         self._micro_batches = MicroBatches(ddp, self.passes)
         self._ddp, self._is_reduced = ddp, False  # whether the running backward pass was
+        self._unnumbered = self._delayed_parameters()
         self._watch_parameters()
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
@@ -106,12 +109,14 @@ class DDPHook(WeightedHook):
         ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
 
     def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
-        """Only the last backward() reduces. With one number, a rank has no more passes than samples."""
+        """Only the last backward() reduces. With one number, a rank has as many passes as samples at most, or
+        one.
+        """
         own = parts if isinstance(parts, int) else parts[dist.get_rank(self.group)]
         if isinstance(parts, int) and self._waits_in_parts():  # some ranks may have fewer samples than parts
             rows = rows_of(batch)
             least, most = -self._largest(-rows), self._largest(rows)
-            self._check_alike("accumulate", (min(least, parts), min(most, parts)))
+            self._check_alike("accumulate", [max(1, min(rows, parts)) for rows in (least, most)])
         return self._micro_batches.cut(batch, own)
 
     def _rounds(self, loader: Any, parts: Sequence[int]) -> Iterator[Iterator[Any]]:
@@ -142,28 +147,40 @@ class DDPHook(WeightedHook):
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """DDP's communication hook: the bucket's weighted sum over all ranks."""
-        buffer = bucket.buffer()
-        if bucket.is_last():
+        buffer, (first, last) = bucket.buffer(), self._place_of(bucket)
+        if last:
             self._ready()
         if self._squares is not None:
-            if bucket.index() == 0:
+            if first:
                 self._squares.zero_()
             self._squares += self._square_of(bucket)
         elements, ranks = buffer.numel(), self._ranks
         self.gradient_bytes.fp32 += 8 * elements * (ranks - 1) // ranks
         if buffer.device.type == "cpu" and (self.wire not in QUANTIZED or ranks == 1):
-            return self._reduce_on_cpu(buffer, bucket.index() == 0, bucket.is_last())
+            return self._reduce_on_cpu(buffer, first, last)
         if self.wire not in QUANTIZED or ranks == 1:
             with self._on_own_stream(buffer.device) if self._on_nccl else nullcontext():
-                if bucket.index() == 0:
+                if first:
                     self._sum_weights(buffer.device, wait=self._on_nccl)
                 return self._reduce_plain(buffer)
         # On CUDA the exchange runs parallel to the backward pass and blocks nothing.
         waits = self.waiting.counted() if buffer.device.type == "cpu" else nullcontext()
         with waits, self._on_own_stream(buffer.device):
-            if bucket.index() == 0:
+            if first:
                 self._sum_weights(buffer.device, wait=True)
-            return self._reduce_quantized(bucket)
+            return self._reduce_quantized(bucket, last)
+
+    def _delayed_parameters(self) -> int:
+        """Those of a static graph's first pass, whose buckets all have number 0: torch reduces after it."""
+        delays = self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued
+        return sum(p.requires_grad for p in self._parameters) if delays else 0
+
+    def _place_of(self, bucket: GradBucket) -> tuple[bool, bool]:
+        """Whether it is the first bucket of its pass, and whether the last."""
+        if not self._unnumbered:
+            return bucket.index() == 0, bucket.is_last()
+        self._unnumbered -= len(bucket.parameters())
+        return not self._is_reduced, not self._unnumbered
 
     def watch_gradients(self) -> None:
         """From now on keep the square norm of this rank's gradient."""
@@ -383,7 +400,7 @@ class DDPHook(WeightedHook):
         with torch.cuda.stream(self._stream):
             yield
 
-    def _reduce_quantized(self, bucket: GradBucket) -> Reduced:
+    def _reduce_quantized(self, bucket: GradBucket, last: bool) -> Reduced:
         buffer = bucket.buffer()
         done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
         names = self._residuals.names_of(bucket.parameters())
@@ -392,7 +409,7 @@ class DDPHook(WeightedHook):
             done.set_result(buffer)
             return done
         self._regrouped.add(names, buffer, done)
-        if bucket.is_last():
+        if last:
             self._regrouped.flush()
             self._regrouped = None
         return done

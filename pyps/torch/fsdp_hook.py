@@ -84,7 +84,7 @@ class FSDPHook(WeightedHook):
         super().__init__(model, group, device, sampler, count, reduction, scaler)
         self._ranks = dist.get_world_size(self.group)
         self.passes = Passes(reduction == "sum", self._gradients, self._own_part_done, self._pass_over)
-        self.passes.is_gathered = lambda: is_gathered(self.group)
+        self.passes.is_gathered, self.passes.largest = lambda: is_gathered(self.group), self._largest
         self._round: _Round | None = None
         self._factor: torch.Tensor | None = None  # of the gradients that the running backward pass reduces
         self._summed: Any = None  # the work after which `_total` is the sum over ranks
@@ -93,7 +93,7 @@ class FSDPHook(WeightedHook):
         self._shards.on_gradients(self._reducing)
         self._shards.on_methods(self._before_forward, self._after_forward)
         for module in model.modules():
-            if isinstance(module, UnevenSyncBatchNorm):
+            if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
                 module.loss_weight = lambda: self.passes.loss_weight()
 
     def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
@@ -208,8 +208,14 @@ class FSDPHook(WeightedHook):
 
     def _gradients(self) -> list[torch.Tensor]:
         """Those of the passes since the last reduction; of earlier rounds, before this one's."""
-        if self._round is not None and self._round.whole:
-            return [gradient for _, gradient in self._shards.own_gradients()]
+        if self._round is None:
+            return self._reduced_gradients()
+        if not self._round.whole:
+            return []  # each pass reduces
+        return [gradient for _, gradient in self._shards.own_gradients()]
+
+    def _reduced_gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of them."""
         found: Any = [p.grad for p in self._parameters if p.grad is not None]
         return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 
@@ -301,4 +307,5 @@ class FSDPHook(WeightedHook):
         if self.device.type == "cpu" and float(ratio) == 1.0:
             return
         with torch.no_grad():
-            torch._foreach_mul_(self._gradients(), float(ratio) if self.device.type == "cpu" else ratio)
+            factor = float(ratio) if self.device.type == "cpu" else ratio
+            torch._foreach_mul_(self._reduced_gradients(), factor)

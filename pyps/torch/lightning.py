@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from pyps.errors import InputError
 from pyps.formats import Profile
-from pyps.torch.adapter import UnevenRun, uneven_loader
+from pyps.torch.adapter import UnevenRun, is_shuffled, uneven_loader
 from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import PlanLike
@@ -175,7 +175,7 @@ def _uneven(loader: DataLoader[Any], parts: int, run: UnevenRun, ranks: int) -> 
 def _is_shuffled(loader: DataLoader[Any]) -> bool:
     """Whether it is a loader for training: Lightning has given it a shuffling sampler, or it had one."""
     sampler: Any = loader.sampler
-    if isinstance(loader.batch_sampler, UnevenBatchSampler) or isinstance(sampler, RandomSampler):
+    if isinstance(loader.batch_sampler, UnevenBatchSampler) or is_shuffled(sampler):
         return True
     # Its subclass wraps a sampler of the script's own.
     return type(sampler) is DistributedSampler and bool(sampler.shuffle)

@@ -31,9 +31,10 @@ PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 class UnevenSyncBatchNorm(_BatchNorm):
     """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm, with the same parameters, buffers and state_dict.
 
-    All ranks of `group` have to run it the same number of times, each with at least one sample. In eval mode,
-    and without a process group, it is BatchNorm. Raises InputError for an input of another shape, and for a
-    class with a forward() of its own, but for timm's: its dropout and activation are kept.
+    All ranks of `group` have to run it the same number of times; a rank may have no samples, but not all of
+    them. In eval mode, and without a process group, it is BatchNorm. Raises InputError for an input of
+    another shape, and for a class with a forward() of its own, but for timm's: its dropout and activation
+    are kept.
     """
 
     group: dist.ProcessGroup | None = None
@@ -94,9 +95,9 @@ class UnevenSyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's own name
-        if input.dim() < 2 or input.shape[0] < 1:
+        if input.dim() < 2:
             shape = f"shape {list(input.shape)}"
-            raise InputError("UnevenSyncBatchNorm", "input", shape, "[n >= 1, channels, ...]")
+            raise InputError("UnevenSyncBatchNorm", "input", shape, "[n, channels, ...]")
 
 
 def sees_own_batch_alone(module: nn.Module) -> bool:
@@ -168,6 +169,9 @@ class _Normalise(torch.autograd.Function):
 
 def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """By channel: mean and sum of squared deviations of this rank's values, and how many there are."""
+    if not values.numel():  # of no samples, both would be NaN
+        zeros = values.new_zeros(values.shape[1])
+        return zeros, zeros, 0
     variance, mean = torch.var_mean(values, _not_channels(values), correction=0)
     count = values.numel() // values.shape[1]
     return mean, variance * count, count

@@ -30,6 +30,7 @@ from pyps.torch.weighting import not_zero, tensors_of
 
 CLOSE = 1e-6  # shares that add up to 1, in float32
 DEPTH = 4  # of objects in a model's output that are looked into
+CACHE = "past_key_values"  # in an output: for a next call, not for a loss; padded to the longest of a batch
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -64,8 +65,9 @@ class Passes:
     pass with gradients, before torch waits for reductions; on_over: after that; gives W if they are reduced.
     """
 
-    # Of the latest backward pass: autograd's number of it, and (w_i, W) of the models that it has reduced.
-    _models: ClassVar[tuple[int, list[tuple[Any, torch.Tensor]]]] = -1, []
+    # Of the latest backward pass: autograd's number of it, and of each model that it has reduced w_i, W, and
+    # whether a script has set w_i.
+    _models: ClassVar[tuple[int, list[tuple[Any, torch.Tensor, bool]]]] = -1, []
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Passes:
     ) -> None:
         self.is_gathered: Callable[[], bool] = lambda: False  # whether the running one's loss is all ranks'
         self._gathered = False  # the same, when it met its first pass
+        self.largest: Callable[[int], int] = lambda own: own  # of all ranks that reduce this model
         self.managed = False  # whether each loss is the mean over its micro-batch
         self.of_one = False  # whether these are parts of one batch
         self.backwards = 0  # passes, each with a batch, of the round that runs, or was just reduced
@@ -129,7 +132,9 @@ class Passes:
     def _mark(self, output: Any, begun: Pass, inputs: Any) -> None:
         outputs = list(_tensors(output, DEPTH))
         if inputs is not None:
-            begun.shapes = [Shapes(tensors_of(inputs), outputs, inputs[1].get("labels"))]
+            cached = isinstance(output, dict) and CACHE in output
+            of_loss = _tensors({k: v for k, v in output.items() if k != CACHE}, DEPTH) if cached else outputs
+            begun.shapes = [Shapes(tensors_of(inputs), of_loss, inputs[1].get("labels"))]
         for tensor in outputs:
             base: Any = (
                 tensor._base if tensor._is_view() else tensor
@@ -242,7 +247,10 @@ class Passes:
         assert self._running is not None
         if all(one.kept for one in self._running):
             found = "a reduction within no_sync(), for a forward() before it without a backward()"
-            raise InputError("weighted_hook", "no_sync()", found, "torch.no_grad() around such a forward()")
+            expected = (
+                "torch.no_grad() around such a forward(); static_graph: no no_sync() in the first round"
+            )
+            raise InputError("weighted_hook", "no_sync()", found, expected)
         own = self._weight_of(self._running)
         total: Any = sum((one.weight for one in self._before), own)
         unit = total
@@ -348,21 +356,28 @@ class Passes:
         is_said = self.is_said
         self._said, self._differentiated, self._met = None, [], running
         total = self._on_over()
-        if total is not None and not is_said and not self._sums:
-            self._compare_models(total)
+        if total is not None and not self._sums:
+            self._compare_models(total, is_said)
 
-    def _compare_models(self, total: torch.Tensor) -> None:
-        """Raise InputError if this backward pass has weighed another model otherwise."""
-        own = self._weighs
+    def _compare_models(self, total: torch.Tensor, is_said: bool) -> None:
+        """Raise InputError, on all ranks, if this backward pass has weighed another model otherwise on one.
+
+        is_said: whether a script has set what the loss weighs.
+        """
+        own, found = self._weighs, ""
         if Passes._models[0] != self._task:
             Passes._models = self._task, []
-        for other, others in Passes._models[1]:
+        for other, others, other_said in Passes._models[1]:
+            if is_said or other_said:
+                continue
             shares = [float(w) / float(not_zero(all_)) for w, all_ in ((own, total), (other, others))]
             if other != own and abs(shares[0] - shares[1]) > CLOSE:
                 found = f"one loss of two models, of {float(other):g} and {float(own):g} samples"
-                expected = "a backward() for each, or set_weight(n) of the loss on both hooks before it"
-                raise InputError("weighted_hook", "backward()", found, expected)
-        Passes._models[1].append((own, total))
+        if Passes._models[1] and self.largest(int(bool(found))):  # all ranks have both models
+            found = found or "one loss of two models, of unlike samples on other ranks"
+            expected = "a backward() for each, or set_weight(n) of the loss on both hooks before it"
+            raise InputError("weighted_hook", "backward()", found, expected)
+        Passes._models[1].append((own, total, is_said))
 
     @property
     def is_kept(self) -> bool:

@@ -268,6 +268,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             self.position = 0  # from the first sample, even after a resumed part
         now, next_one = (self.epoch, 0), (self.epoch + 1, 0)
         self._planned = [(now if start <= next_one else start, split) for start, split in self._planned]
+        self._take_next()
 
     def _order(self) -> Any:
         return permutation(self.seed, self.epoch, self.length) if self.shuffle else range(self.length)

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from pyps.errors import InputError
 from pyps.formats import Profile
-from pyps.torch.adapter import UnevenRun, check_processes, uneven_loader
+from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
 from pyps.torch.hook import weighted_hook
 from pyps.torch.loss_kind import follows, means_over
 from pyps.torch.schedule import PlanLike
@@ -75,7 +75,8 @@ class UnevenTraining:
         if args.world_size == 1:
             return even
         self._check()
-        self.accelerator._dataloaders.remove(even)
+        if even in self.accelerator._dataloaders:  # some libraries' trainers do not prepare it
+            self.accelerator._dataloaders.remove(even)
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = uneven_loader(
             even, args.gradient_accumulation_steps, self.run, seed=seed, **self._uneven_order()
@@ -88,13 +89,13 @@ class UnevenTraining:
     def _uneven_order(self: Any) -> dict[str, Any]:
         """The global batch, and in what order samples come, as in uneven_loader. Raises InputError."""
         args, order = self.args, self._get_train_sampler(self.train_dataset)
-        if not isinstance(order, RandomSampler | SequentialSampler):
+        if not (is_shuffled(order) or isinstance(order, SequentialSampler)):
             found = "an IterableDataset" if order is None else type(order).__name__
             expected = "a data set with a length, in a shuffled or a plain order"
             raise InputError("UnevenTrainer", "train_dataset, its sampler", found, expected)
         return {
             "total": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
-            "shuffle": isinstance(order, RandomSampler),
+            "shuffle": is_shuffled(order),
             "drop_last": args.dataloader_drop_last,
         }
 

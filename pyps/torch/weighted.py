@@ -21,7 +21,7 @@ from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.shapes import BITS, Shape, Shapes
 from pyps.torch.waiting import Waiting, meetings_of
-from pyps.torch.weighting import note_weights, rows_of
+from pyps.torch.weighting import check_weight, note_weights, rows_of
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()  # models that have a hook
 _suspended = False
@@ -109,7 +109,11 @@ class WeightedHook(ABC):
         return meetings_of(self.group, dist.group.WORLD)
 
     def set_weight(self, weight: Any) -> None:
-        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one."""
+        """Set w_i of the micro-batch whose backward() comes next, in place of the counted one.
+
+        Raises InputError as loss_scale.
+        """
+        check_weight("set_weight", "weight", weight)
         self.passes.set_weight(weight)
 
     def accumulate(
@@ -214,7 +218,11 @@ class WeightedHook(ABC):
         self._compare_ranks()
 
         def weight() -> Any:
-            return self._count(*args, **kwargs) if self._count else rows_of((args, kwargs))
+            if self._count is None:
+                return rows_of((args, kwargs))
+            counted = self._count(*args, **kwargs)
+            check_weight("weighted_hook", "count", counted)
+            return counted
 
         if not module.training:  # mostly no backward() comes
             self._begin(weight)

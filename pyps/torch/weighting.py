@@ -36,6 +36,14 @@ def warn_without_weights(split: Sequence[int]) -> None:
         )
 
 
+def check_weight(where: str, name: str, weight: Any) -> None:
+    """Raise InputError for a number below 0, and for a type that would round it."""
+    if isinstance(weight, int | float) and not (0 <= weight < float("inf")):
+        raise InputError(where, name, repr(weight), "a number from 0")
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() < 4:
+        raise InputError(where, name, str(weight.dtype), "float32 or whole numbers: sum(dtype=torch.float32)")
+
+
 def not_zero(total: torch.Tensor) -> torch.Tensor:
     """W, or 1 where no rank has a target: every weight is zero then."""
     return torch.where(total > 0, total, 1.0)
@@ -102,12 +110,11 @@ def loss_scale(
         have to call this.
     ranks: N, by default the group's size, or 1 without a group. Give it together with the total where a
         library averages over other ranks (torchft's Manager).
-    Raises InputError for a number below 0.
+    Raises InputError for a number below 0, and for 16 bits, which would round it.
     """
     note_weights()
     for name, number in (("weight", weight), ("total", total), ("ranks", ranks)):
-        if isinstance(number, int | float) and not (0 <= number < float("inf")):
-            raise InputError("loss_scale", name, repr(number), "a number from 0")
+        check_weight("loss_scale", name, number)
     own = torch.as_tensor(weight, dtype=torch.float64)
     grouped = dist.is_available() and dist.is_initialized()
     if total is None:

@@ -270,3 +270,60 @@ def sparse_errors(group: dist.ProcessGroup, batches: list[int], steps: int) -> l
         found, right = (one.weight.grad.to_dense() for one in (ddp.module, net))
         errors.append(off(flat([found]), flat([right])))
     return errors
+
+
+class OfTwoTypes(nn.Module):
+    """Parameters in float32 and in float64, which DDP reduces in buckets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4).double()
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.last(torch.tanh(self.first(inputs)).double())
+
+
+def two_types_errors(
+    group: dist.ProcessGroup, batches: list[int], ddp_options: dict[str, Any]
+) -> tuple[list[float], int]:
+    """How far the gradient is from that of one process, by round; and how many rounds were ready."""
+    torch.manual_seed(0)
+    alone = OfTwoTypes().to(DEVICE)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group, **ddp_options)
+    hook, counted, errors = weighted_hook(ddp), list[int](), list[float]()
+    hook.on_ready.append(lambda: counted.append(1))
+    for number in range(3):
+        inputs, targets = numbers(number, sum(batches))
+        own = mine(batches, group)
+        for model, rows in ((alone, slice(None)), (ddp, own)):
+            model.zero_grad()
+            square(model, inputs[rows], targets[rows].double()).backward()
+        errors.append(off(flat(p.grad for p in ddp.parameters()), flat(p.grad for p in alone.parameters())))
+    return errors, len(counted)
+
+
+class Caching(nn.Module):
+    """Texts [n, words] -> scores [n, 4], and keys and values by word, as models of transformers give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scores = nn.Embedding(WORDS, 8), nn.Linear(8, 4)
+
+    def forward(self, texts: torch.Tensor) -> dict[str, Any]:
+        found = self.words(texts)
+        return {"logits": self.scores(found.sum(1)), "past_key_values": ((2 * found, 3 * found),)}
+
+
+def error_with_a_cache(group: dist.ProcessGroup, batches: list[int], lengths: list[int]) -> float:
+    """How far the gradient is for texts that each rank pads to a length of its own."""
+    torch.manual_seed(0)
+    alone = Caching().to(DEVICE)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    weighted_hook(ddp)
+    texts = [torch.randint(WORDS, pair).to(DEVICE) for pair in zip(batches, lengths, strict=True)]
+    targets = numbers(0, sum(batches))[1]
+    scores = torch.cat([alone(part)["logits"] for part in texts])
+    nn.functional.mse_loss(scores, targets).backward()
+    found = ddp(texts[dist.get_rank(group)])["logits"]
+    nn.functional.mse_loss(found, targets[mine(batches, group)]).backward()
+    return off(flat(p.grad for p in ddp.parameters()), flat(p.grad for p in alone.parameters()))

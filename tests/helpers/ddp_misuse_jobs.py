@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -167,5 +167,33 @@ def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool 
                     parameter.grad = torch.ones_like(parameter)
                 for x, y in hook.accumulate((inputs, targets), 2):
                     square(model, x, y).backward()
+
+    return said_by(train)
+
+
+@in_new_pair
+def counted_in_bits(group: dist.ProcessGroup, bits: torch.dtype) -> list[str]:
+    """What is said of weights in a type that rounds them, counted or set, and of one below 0."""
+    model = DistributedDataParallel(net(), process_group=group)
+    hook = weighted_hook(model, count=lambda inputs: torch.ones(len(inputs), dtype=bits).sum())
+    weights = (torch.ones((), dtype=bits), -1)
+    calls = [lambda: model(numbers(0, 6)[0]), *(partial(hook.set_weight, weight) for weight in weights)]
+    return [said_by(call) for call in calls]
+
+
+def one_loss_of_two_models(group: dist.ProcessGroup, batches: list[int], constant: int) -> str:
+    """What is said of a loss through a second model, which gets as many inputs on each rank."""
+    three, rank = dist.new_group([0, 1, 2]), dist.get_rank(group)
+    if rank > 2:
+        return ""
+    models = [DistributedDataParallel(net(), process_group=three) for _ in range(2)]
+    for model in models:
+        weighted_hook(model)
+    inputs, targets = numbers(0, batches[rank])
+    prompts = numbers(1, constant)[0]
+
+    def train() -> None:
+        found = models[0](inputs) + models[1](prompts).mean(0)
+        torch.nn.functional.mse_loss(found, targets).backward()
 
     return said_by(train)

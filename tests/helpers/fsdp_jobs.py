@@ -168,6 +168,25 @@ def norm_error(group: dist.ProcessGroup, batches: list[int]) -> float:
     return off(gradient(model), flat(p.grad for p in alone.parameters()))
 
 
+def summed_errors(
+    group: dist.ProcessGroup, batches: list[int], parts: int, normalized: bool = False
+) -> list[float]:
+    """With a loss that is a sum, in micro-batches that each reduce, or with BatchNorm over all ranks."""
+    alone: nn.Module = normed() if normalized else net(torch.float64)
+    model = sharded(UnevenSyncBatchNorm.convert(copy.deepcopy(alone), group), mesh_of(group, 1))
+    hook = weighted_hook(model, reduction="sum")
+    errors = []
+    for number, split in enumerate((batches, batches[::-1])):
+        whole = numbers(number, sum(split), torch.float64)
+        for trained in (alone, model):
+            trained.zero_grad()
+        (added(alone, *whole) / sum(split)).backward()
+        for micro in hook.accumulate([x[mine(split, group)] for x in whole], parts):
+            added(model, *micro).backward()
+        errors.append(off(gradient(model), flat(p.grad for p in alone.parameters())))
+    return errors
+
+
 def from_ddp(group: dist.ProcessGroup, folder: Path, split: list[int]) -> bool:
     """Whether a sharded model and its optimizer go on from a DDP run's checkpoint, and DDP from theirs."""
     whole = net(torch.float64)

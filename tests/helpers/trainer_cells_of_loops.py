@@ -19,6 +19,7 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -245,6 +246,18 @@ class Trained(UnevenTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class MakesLoader(Trainer):  # type: ignore[misc]
+    """As trainers of ms-swift, whose batches are cut by rank already."""
+
+    def get_train_dataloader(self, skip_batches: int = 0) -> Any:
+        batches = [[k, k + 1] for k in range(0, SAMPLES, 2)][dist.get_rank() :: RANKS]
+        return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+
+
+class OwnLoader(Trained, MakesLoader):
+    """Such a trainer, made uneven."""
+
+
 class OwnLoss(Trained):
     """compute_loss as most write it."""
 
@@ -351,6 +364,7 @@ TRANSFORMERS: dict[str, Callable[[Any], float]] = {
     "compute_loss, by items": lambda _: trained(OwnItems, gpt, texts(), items_loss, reported=False),
     "compute_loss, a mean of nothing known": lambda _: trained(OddLoss, gpt, texts(), tokens_loss),
     "tied weights": lambda _: trained(Trained, gpt, texts(False), items_loss),
+    "a loader of the trainer's own": lambda _: trained(OwnLoader, bert, classes(), class_loss, parts=2),
     "a stream": lambda _: trained(Trained, gpt, Words(), tokens_loss, max_steps=3),
     "a sampler of its own": lambda _: trained(
         Trained, gpt, texts(), tokens_loss, train_sampling_strategy="group_by_length"

@@ -80,6 +80,12 @@ def test_with_batch_norm(ranks: Ranks) -> None:
     assert max(ranks.run(2, jobs.norm_error, [26, 9])) < EXACT
 
 
+@pytest.mark.parametrize(("parts", "normalized"), [(3, False), (1, True)])
+def test_a_loss_that_is_a_sum(ranks: Ranks, parts: int, normalized: bool) -> None:
+    for errors in ranks.run(2, jobs.summed_errors, [26, 9], parts, normalized):
+        assert max(errors) < EXACT
+
+
 @pytest.mark.parametrize(("profiled", "most"), sampled([(False, 64), (True, 64), (True, 20)], 0))
 def test_the_split_follows_the_devices(ranks: Ranks, profiled: bool, most: int) -> None:
     """Given costs; the first rank takes twice as long from step 30 on."""

@@ -62,6 +62,17 @@ def test_with_options_of_ddp(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
         assert max(weighted) < FP32
 
 
+@pytest.mark.parametrize("ddp_options", [{}, {"static_graph": True}])
+def test_parameters_of_two_types(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+    for errors, counted in ranks.run(2, ddp_jobs.two_types_errors, [9, 30], ddp_options):
+        assert max(errors) < FP32
+        assert counted == len(errors)
+
+
+def test_a_cache_for_the_next_call_is_no_part_of_a_loss(ranks: Ranks) -> None:
+    assert max(ranks.run(2, ddp_jobs.error_with_a_cache, [9, 4], [5, 8])) < FP32
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(240)  # a cold compile takes a minute of two busy cores
 @pytest.mark.parametrize("static", [False, True])

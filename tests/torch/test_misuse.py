@@ -130,3 +130,20 @@ def test_scales_of_nothing(arguments: Any) -> None:
         return
     with pytest.raises(InputError, match="a number from 0"):
         loss_scale(*arguments)
+
+
+def test_where_one_rank_alone_could_not_tell_that_models_weigh_unlike(ranks: Ranks) -> None:
+    """The last one has a third of the samples, and of the prompts."""
+    said = ranks.run(4, jobs.one_loss_of_two_models, [8, 4, 6], 5)[:3]
+    assert "one loss of two models, of 8 and 5 samples" in said[0] or "of 5 and 8 samples" in said[0]
+    assert "one loss of two models, of unlike samples on other ranks" in said[2]
+
+
+@pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
+def test_a_weight_of_16_bits_is_rounded(ranks: Ranks, bits: torch.dtype) -> None:
+    with pytest.raises(InputError, match=r"float32 or whole numbers: sum\(dtype=torch.float32\)"):
+        loss_scale(torch.ones(300, dtype=bits).sum(), 300)
+    for said in pair(ranks, jobs.counted_in_bits, bits):
+        assert f"count: found {bits}; expected float32" in said[0]
+        assert f"set_weight: weight: found {bits}" in said[1]
+        assert "set_weight: weight: found -1; expected a number from 0" in said[2]

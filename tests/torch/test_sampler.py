@@ -197,6 +197,14 @@ def test_a_replan_holds_in_the_next_pass_without_set_epoch(start: tuple[int, int
     assert sampler.split == (3, 7)
 
 
+def test_another_global_batch_holds_in_the_next_pass_without_set_epoch() -> None:
+    """As AdaptiveBatch asks for, with the learning rate of that batch."""
+    sampler = UnevenBatchSampler(20, [3, 2], 0, shuffle=False)
+    assert [len(batch) for batch in sampler] == [3] * 4
+    sampler.resize([6, 4])
+    assert list(sampler) == [[*range(6)], [*range(10, 16)]]
+
+
 def test_a_replan_of_a_later_epoch_waits_for_it() -> None:
     sampler = UnevenBatchSampler(100, [6, 4], 0)
     sampler.replan([3, 7], 2)

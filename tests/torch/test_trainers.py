@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from device import DEVICE
 from ranks import run_script
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from pyps.torch.adapter import is_shuffled
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 EXACT = 1e-12  # relative, in fp64
@@ -42,6 +45,13 @@ def trained(script: str, tmp_path: Path) -> dict[str, Any]:
     said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", **seen)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
+
+
+def test_a_sampler_that_repeats_samples_or_leaves_some_out_is_not_replaced() -> None:
+    assert is_shuffled(RandomSampler(range(8)))
+    assert not is_shuffled(RandomSampler(range(8), num_samples=4))
+    assert not is_shuffled(RandomSampler(range(8), replacement=True))
+    assert not is_shuffled(SequentialSampler(range(8)))
 
 
 def test_accelerate(tmp_path: Path) -> None:
