@@ -27,7 +27,7 @@ class Shapes:
     def __init__(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], labels: Any) -> None:
         self._inputs = tuple(tuple(one.shape) for one in inputs if one.dim())
         self._outputs = tuple(tuple(one.shape) for one in outputs if one.dim())
-        whole = isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+        whole = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
         self._labels = labels if whole else None
 
     def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]]) -> int | None:
@@ -51,7 +51,8 @@ class Shapes:
         if self._labels is None:
             return 0
         kept = self._labels.ne(IGNORED)
-        numbers = torch.stack([kept.sum(), kept[..., 1:].sum()]).tolist()
+        shifted = kept[..., 1:] if kept.dim() > 1 else kept  # one label for each row is not shifted
+        numbers = torch.stack([kept.sum(), shifted.sum()]).tolist()
         if numbers[0] == kept.numel():
             return 0
         return crc32(repr([number / rows for number in numbers]).encode()) & BITS

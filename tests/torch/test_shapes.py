@@ -29,3 +29,13 @@ def test_an_output_by_rows_stays_one() -> None:
     found = [passed(rows, (rows, 10), (rows, 4), tables=tables) for rows in (8, 16, 8)]
     assert len(set(found)) == 1
     assert passed(8, (8, 10), (8, 5), tables=tables) != found[0]
+
+
+def test_rows_without_a_target_are_seen_where_each_has_one_label() -> None:
+    def labelled(*labels: int) -> int | None:
+        x = torch.zeros(len(labels), 3)
+        return Shapes([x], [x], torch.tensor(labels)).fingerprint(True, set())
+
+    assert labelled(1, 2, 0, 4) == labelled(1, 2) == 0
+    assert labelled(1, 2, -100, 4) != labelled(1, 2)
+    assert labelled(1, -100, 2, -100) == labelled(-100, 2) != 0, "the same share of the rows on both ranks"
