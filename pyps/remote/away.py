@@ -111,7 +111,8 @@ class Away:
 
     def start(self, timeout: float) -> Claim:
         claim = self.client.call(verbs.START(bounded(timeout)))
-        if self._in_round is not None:  # the store has given that push up
+        if self._in_round is not None:  # the store has given that push up: it counts
+            self._residual.commit(admitted=True)
             self._staging_taken.discard(self._in_round)
             self._in_round = None
         self._compute_began = time.monotonic()
@@ -125,8 +126,10 @@ class Away:
 
     def await_turn(self, timeout: float) -> None:
         began = time.monotonic()
-        self.client.call(verbs.AWAIT_TURN(bounded(timeout)))
-        self._compute_began += time.monotonic() - began  # a wait is no computing
+        try:
+            self.client.call(verbs.AWAIT_TURN(bounded(timeout)))
+        finally:
+            self._compute_began += time.monotonic() - began  # a wait is no computing
 
     def wait(self, sequence: int, timeout: float) -> None:
         self.client.call(verbs.WAIT(sequence, bounded(timeout)))
@@ -155,7 +158,9 @@ class Away:
     def _forget_staging(self) -> None:
         """The store has taken all staging buffers back."""
         self._staging_taken.clear()
-        self._in_round = None
+        if self._in_round is not None:
+            self._residual.commit(admitted=False)
+            self._in_round = None
 
     def staging(self, staging: int) -> Flat:
         flat = self._staging_buffers.get(staging)
@@ -177,15 +182,22 @@ class Away:
 
     @contextmanager
     def _settling(self, request: PushRequest) -> Iterator[None]:
-        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
+        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free.
+
+        Of one that waits in a round this is known when the next step starts, or it is pushed again.
+        """
+        began = time.monotonic()
         try:
             yield
         except BaseException as error:
+            if isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
+                self._in_round = request.staging
+                raise
             self._settle_residual(request, admitted=False)
             if isinstance(error, PushRejected):
                 self._staging_taken.discard(request.staging)
-            if isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
-                self._in_round = request.staging
+            if isinstance(error, TimedOut):  # it waited for its turn
+                self._compute_began += time.monotonic() - began
             raise
         self._settle_residual(request, admitted=True)
         self._staging_taken.discard(request.staging)
@@ -223,6 +235,8 @@ class Away:
         Raises NotFinite.
         """
         how = request.encoding
+        if how.error_feedback and self._in_round == request.staging:
+            self._residual.commit(admitted=False)  # the same gradient again, with the same residual
         old, new = self._residual.begin() if how.error_feedback else (None, None)
         codes, nonfinite, skipped = [], 0, 0
         try:

@@ -369,6 +369,37 @@ def test_after_a_push_that_waited_too_long_another_step_counts(shm: Path) -> Non
             assert value(far) == -2.0
 
 
+def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path) -> None:
+    """It is part of that push, which counts once the next step has started: on a link as on this machine."""
+    found = []
+    for linked in (False, True):
+        rules, how = BSP(round_timeout_seconds=30.0), Encoding(Codec.INT8, error_feedback=True)
+        with (
+            Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
+            Server("model") as server,
+            open_remote(server.address) if linked else Store.open("model") as other,
+        ):
+            store.join(1)
+            other.join(0)
+            numbers = np.random.default_rng(5)
+            for k in range(4):
+                for one in (store, other):
+                    one.start()
+                waits, zeros = other.stage(), store.stage()
+                waits["w"][:], zeros["w"][:] = numbers.normal(size=SIZE), 0.0
+                if k == 1:
+                    with pytest.raises(TimedOut):
+                        other.push(waits, 4, HYPER, timeout=0.05, encoding=how)
+                    store.push(zeros, 4, HYPER)
+                    continue
+                thread = threading.Thread(target=store.push, args=(zeros, 4, HYPER))
+                thread.start()
+                other.push(waits, 4, HYPER, encoding=how)
+                thread.join()
+            found.append(other.snapshot().tensors["w"])
+    assert np.array_equal(*found)
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm: Path, linked: bool) -> None:
     """Another buffer is refused: it would get that round's result, and its gradient would be lost."""
