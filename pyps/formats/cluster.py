@@ -418,7 +418,7 @@ def _check_stated(where: str, cluster: Cluster, key: str, why: str) -> None:
 
 def _check_simulation(where: str, cluster: Cluster) -> None:
     held: set[str] = set()
-    links = {resource.name for resource in cluster.shared}
+    links = {resource.name for resource in cluster.shared if resource.bandwidth is not None}
     for k, host in enumerate(cluster.simulation.host):
         if host.name in links:
             found = f"{host.name!r} a second time"

@@ -30,12 +30,13 @@ class Shapes:
         whole = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
         self._labels = labels if whole else None
 
-    def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]]) -> int | None:
+    def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]], means: bool = True) -> int | None:
         """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.
 
         knows_rows: whether a sampler says how many samples there are, so that only targets are unknown.
         tables: outputs, by place and shape, that once had other rows; this pass adds its own. A table stays
-        one in a pass with as many samples as it has rows.
+        one in a pass with as many samples as it has rows. means: the loss is a mean; of a sum, targets that are
+        left out change no weight.
         """
         rows = self._inputs[0][0] if self._inputs else 0
         if not rows:
@@ -44,7 +45,7 @@ class Shapes:
         tables.update((k, shape) for k, shape in places if shape[0] != rows)
         by_rows = tuple(shape for k, shape in places if (k, shape) not in tables)
         of_shapes = 0 if knows_rows else _of(rows, self._inputs, self._outputs, by_rows)
-        return (of_shapes + self._targets(rows)) & BITS
+        return (of_shapes + (self._targets(rows) if means else 0)) & BITS
 
     def _targets(self, rows: int) -> int:
         """Of the targets by row, where some are left out: a mean over those is none over samples."""

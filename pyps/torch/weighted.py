@@ -257,7 +257,8 @@ class WeightedHook(ABC):
     def _fingerprint(self, shapes: Iterable[Shapes]) -> int | None:
         """That of a round, of whose passes these are the shapes; None if it has none."""
         knows_rows = hasattr(self.lockstep.sampler, "sizes")  # _check_first() has compared them
-        found = {one.fingerprint(knows_rows, self._tables) for one in shapes} - {None}
+        means = self.reduction == "mean"
+        found = {one.fingerprint(knows_rows, self._tables, means) for one in shapes} - {None}
         return sum(found) & BITS if found else None  # type: ignore[arg-type]
 
     def _ready(self) -> None:

@@ -79,9 +79,12 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
         if before is not None and before.solution.longest_seconds < point.solution.longest_seconds:
             yield before  # coarse steps may find one that is as fast, and cheaper, after it
             count += 1
+        before = point
+        if not steps.time:  # none after it is as fast
+            yield point
+            before, count = None, count + 1
         if count == MANY:
             steps.price = COARSE
-        before = point
         solution = _fastest(constrained, price, point, steps)
     if before is not None:
         yield before

@@ -155,6 +155,7 @@ def _unmeasured(
     for plan in plans:
         for worker in plan.workers:
             size = worker.micro_batch // units_each(cluster, profile)
+            size = min(size, profile.max_batch or size)  # a shard has room for more than the whole model
             known = any(abs(size / one - 1) <= NEAR for one in [*measured, *named])
             if worker.name in group.worker_names() and size and not known:
                 named.add(size)

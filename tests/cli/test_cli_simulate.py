@@ -278,6 +278,12 @@ def test_bad_simulations_are_refused(cluster: Path, text: str, message: str) -> 
         read_cluster(cluster)
 
 
+def test_a_host_that_prepares_samples_may_have_the_name_of_a_link(cluster: Path) -> None:
+    one = '[[shared]]\nname="a"\nsamples_per_second=9.0\n'
+    cluster.write_text(CLUSTER + one + '[[simulation.host]]\nname="a"\nbandwidth=2.0\nworkers=["slow"]')
+    assert read_cluster(cluster).simulation.host[0].name == "a"
+
+
 def test_a_pipeline_leaves_out_policies_that_refuse_it(cluster: Path) -> None:
     done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--pipeline", "--json"])
     named = [r["policy"] for r in json.loads(done.stdout)]

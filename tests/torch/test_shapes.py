@@ -32,10 +32,11 @@ def test_an_output_by_rows_stays_one() -> None:
 
 
 def test_rows_without_a_target_are_seen_where_each_has_one_label() -> None:
-    def labelled(*labels: int) -> int | None:
+    def labelled(*labels: int, means: bool = True) -> int | None:
         x = torch.zeros(len(labels), 3)
-        return Shapes([x], [x], torch.tensor(labels)).fingerprint(True, set())
+        return Shapes([x], [x], torch.tensor(labels)).fingerprint(True, set(), means)
 
     assert labelled(1, 2, 0, 4) == labelled(1, 2) == 0
     assert labelled(1, 2, -100, 4) != labelled(1, 2)
+    assert labelled(1, 2, -100, 4, means=False) == 0, "of a sum they change no weight"
     assert labelled(1, -100, 2, -100) == labelled(-100, 2) != 0, "the same share of the rows on both ranks"
