@@ -35,8 +35,8 @@ class Shapes:
 
         knows_rows: whether a sampler says how many samples there are, so that only targets are unknown.
         tables: outputs, by place and shape, that once had other rows; this pass adds its own. A table stays
-        one in a pass with as many samples as it has rows. means: the loss is a mean; of a sum, targets that are
-        left out change no weight.
+        one in a pass with as many samples as it has rows. means: the loss is a mean; of a sum, targets that
+        are left out change no weight.
         """
         rows = self._inputs[0][0] if self._inputs else 0
         if not rows:
