@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -369,18 +370,26 @@ def test_after_a_push_that_waited_too_long_another_step_counts(shm: Path) -> Non
             assert value(far) == -2.0
 
 
+@contextmanager
+def pair(linked: bool) -> Iterator[tuple[Store, Store]]:
+    """The two workers of a store that trains in rounds, the second over a link or on this machine."""
+    rules = BSP(round_timeout_seconds=30.0)
+    with (
+        Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
+        Server("model") as server,
+        open_remote(server.address) if linked else Store.open("model") as other,
+    ):
+        store.join(1)
+        other.join(0)
+        yield store, other
+
+
 def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path) -> None:
     """It is part of that push, which counts once the next step has started: on a link as on this machine."""
     found = []
     for linked in (False, True):
-        rules, how = BSP(round_timeout_seconds=30.0), Encoding(Codec.INT8, error_feedback=True)
-        with (
-            Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
-            Server("model") as server,
-            open_remote(server.address) if linked else Store.open("model") as other,
-        ):
-            store.join(1)
-            other.join(0)
+        how = Encoding(Codec.INT8, error_feedback=True)
+        with pair(linked) as (store, other):
             numbers = np.random.default_rng(5)
             for k in range(4):
                 for one in (store, other):
@@ -403,14 +412,7 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_round_that_was_waited_for_too_long_ends_with_the_push_that_waited(shm: Path, linked: bool) -> None:
     """Another buffer is refused: it would get that round's result, and its gradient would be lost."""
-    rules = BSP(round_timeout_seconds=30.0)
-    with (
-        Store.create("model", {"w": np.zeros(SIZE)}, batches=[4, 4], policy=rules) as store,
-        Server("model") as server,
-        open_remote(server.address) if linked else Store.open("model") as other,
-    ):
-        store.join(1)
-        other.join(0)
+    with pair(linked) as (store, other):
         for one in (store, other):
             one.start()
         waits, following = other.stage(), other.stage()
