@@ -119,7 +119,11 @@ def planned(folder: Path, way: Way) -> Path:
 
 
 def forked(way: str, environment: dict[str, str], log: int) -> None:
-    """A rank, as a copy of this process: what it has imported already costs nothing."""
+    """A rank, as a copy of this process: what it has imported already costs nothing.
+
+    It leads a group of its own: what a killed rank has started is found by it, as hivemind's daemons.
+    """
+    os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -162,6 +166,9 @@ def processes(way: Way, folder: Path) -> Iterator[list[psutil.Process]]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if "guard" not in " ".join(process.cmdline()):  # it removes the store's memory
                         process.kill()
+            for rank in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
             psutil.wait_procs(every)
 
 

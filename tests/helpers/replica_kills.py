@@ -4,7 +4,7 @@
 
 Three replicas train in float64; each takes another time for a sample. One that is killed (SIGKILL) is started
 anew. Prints the kills, whether each sample counted once an epoch, and how far the parameters of each replica
-are from those of one process over the samples that were trained.
+are from those of one process over the samples that were trained. Needs torchft: pip install '.[torchft]'.
 """
 
 from __future__ import annotations
