@@ -13,7 +13,7 @@
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: half an hour;
-#                  FAULTS=16000 TORTURE="--distance 50 --threads 3": a million pushes by threads, 10,000 kills)
+#                  FAULTS=17000 TORTURE="--distance 50 --threads 3": a million pushes by threads, 10,000 kills)
 #   make ray       runs on a Ray cluster of this machine; installs ray
 #   make reference  docs/reference: every public name, command, option, file format and source file
 #   make wheels    what a release uploads, into dist/: the sdist, wheels of Linux on x86-64 and aarch64, one without core
