@@ -118,7 +118,7 @@ static struct hand *new_hand(pyps_store *s) {
     pyps_store *h = &hand->store;
     h->helps = s, h->crew = NULL, h->chunk_floats = NULL, h->begun = NULL, h->reading = NULL;
     h->slot = h->private_view = h->private_buffer = h->reclaims = NONE;
-    h->ticket.number = h->norm_ticket = 0, h->journal = -1;
+    h->ticket.number = h->norm_ticket = 0, h->journal = -1, h->drafted = false;
     for (size_t i = 0; i < sizeof h->free_cache / sizeof *h->free_cache; i++) h->free_cache[i] = NONE;
     h->sources = calloc(s->geometry.max_participants, sizeof *h->sources);
     h->draft = malloc(view_bytes(s->geometry.max_participants, s->geometry.staging_buffers));

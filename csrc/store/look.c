@@ -54,7 +54,8 @@ const float *chunk_params(pyps_store *s, uint32_t chunk, uint32_t buffer) {
 int lookahead_set(pyps_store *s) {
     s->lookahead = 0;
     if (s->role != PYPS_WORKER || !kernels_chosen()->look[s->geometry.optimizer]) return PYPS_OK;
-    int rc = view_copy(s, s->draft);
+    uint64_t word;
+    int rc = view_draft(s, &word);
     if (!rc) s->lookahead = view_lookahead(s->draft, s->slot);
     return rc;
 }

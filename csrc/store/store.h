@@ -94,6 +94,8 @@ struct pyps_store {
     struct layout layout;
     struct view *expected; /* a view with the right sizes and policy */
     struct view *draft;    /* private memory in which events are decided: what is in the segment may change */
+    uint64_t draft_word;   /* of the view that it is, while `drafted` */
+    bool drafted;
     const struct policy *policy;
     pyps_policy_needs needs;
     bool looks_at_gradients; /* its policy does: pushes are sketched */
@@ -299,7 +301,7 @@ int journal_view(const pyps_store *s, const struct view *v); /* with which the j
 
 /* view_store.c: a copy of the present view for reading, and the commit of an event */
 struct view *view_allocate(const pyps_store *s);
-int view_copy(pyps_store *s, struct view *out);
+int view_draft(pyps_store *s, uint64_t *word); /* s->draft is the present view, with this word, to be read */
 /* The same without a hazard, and so without a slot: while other calls of this handle run, too. */
 int view_observe(pyps_store *s, struct view *out);
 /* Without members, ranks and all else that follows it. */

@@ -70,9 +70,13 @@ static int copy_pinned(pyps_store *s, struct view *out, uint64_t *word) {
     return PYPS_OK;
 }
 
-int view_copy(pyps_store *s, struct view *out) {
-    uint64_t word;
-    return copy_pinned(s, out, &word);
+/* No word comes twice: the view that this handle has read or published last need not be copied while its word stays. */
+int view_draft(pyps_store *s, uint64_t *word) {
+    *word = load_acquire(&s->header->view);
+    if (s->drafted && *word == s->draft_word) return PYPS_OK;
+    int rc = copy_pinned(s, s->draft, word);
+    s->drafted = !rc, s->draft_word = *word;
+    return rc;
 }
 
 /* A reader without a hazard: the writer of a reused buffer has seen another word before it writes, so if the word
@@ -163,9 +167,10 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         int rc = view_buffer_claim(s);
         if (rc) return rc;
         struct view *next = s->draft;
-        if ((rc = copy_pinned(s, next, &word))) return rc;
+        if ((rc = view_draft(s, &word))) return rc;
         FAILPOINT("view.copied");
         e->now = wait_now_nanoseconds(); /* after every time in that view */
+        s->drafted = false;              /* until it is published */
         *verdict = view_step(next, e, out);
         if (*verdict != STEP_COMMIT) {
             journal_event(s, e, out, *verdict, next);
@@ -173,7 +178,9 @@ int view_commit(pyps_store *s, struct event *e, struct outcome *out, enum verdic
         }
         memcpy(view_at(s, s->private_view), next, view_used_bytes(next));
         FAILPOINT("view.decided");
-        if (!cas_seq(&s->header->view, word, word_make(next->sequence, s->private_view))) continue;
+        uint64_t published = word_make(next->sequence, s->private_view);
+        if (!cas_seq(&s->header->view, word, published)) continue;
+        s->drafted = true, s->draft_word = published;
         FAILPOINT("view.committed");
         if (s->begun) memcpy(s->begun, next, view_used_bytes(next));
         journal_event(s, e, out, *verdict, next);

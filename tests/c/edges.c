@@ -317,9 +317,10 @@ static struct view *present(const pyps_store *s) {
 
 /* Damaged views: a member has another member's rank, or none. */
 static void damaged_ranks(void) {
-    pyps_store *s = created(2, PYPS_BSP, 60);
+    pyps_store *s = created(2, PYPS_BSP, 60), *other;
     pyps_claim claim;
-    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
+    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join"), must(pyps_open("edges", &other), "open");
+    must(pyps_join(other, PYPS_OBSERVER, -1, NULL), "join"); /* a view of the handle's own is not read again */
     struct view *v = present(s);
     struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
     stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->all_joined = 1;
@@ -332,14 +333,14 @@ static void damaged_ranks(void) {
     expect(pyps_start(s, 0, &claim), PYPS_ETIMEDOUT, "nothing wrong");
     own->rank = -1, own->role = PYPS_OBSERVER, view_rank(v, 0)->slot_plus_1 = 0;
     expect(pyps_start(s, 1, &claim), PYPS_EINVAL, "a step of an observer's");
-    must(pyps_close(s), "close");
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
 }
 
 /* A full round has no place for one more gradient; a worker that waits for one has a deadline. */
 static void full_round(void) {
-    pyps_store *s = created(2, PYPS_BSP, 60), *other = joined();
+    pyps_store *s = created(2, PYPS_BSP, 60), *other;
     pyps_push_result result;
-    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), other = joined();
     present(s)->staged = present(s)->participants;
     expect(push_value_by(s, 1, PYPS_F32, 0.05, &result), PYPS_ETIMEDOUT, "push");
     present(s)->staged = 0;
@@ -378,6 +379,47 @@ static void changing_view(void) {
     deciding = s, armed = "view.copied", meddle = change_private_view;
     must(pyps_start(s, 1, &claim), "start");
     CHECK(!armed && claim.first == 0, "found samples from %llu on", (unsigned long long)claim.first);
+    must(pyps_close(s), "close");
+}
+
+static void nothing(void) {}
+
+/* A view is read only if another handle has published it. */
+static void own_view(void) {
+    pyps_store *s = created(2, PYPS_ASP, 60), *other = joined();
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    armed = "view.hazard", meddle = nothing;
+    must(pyps_set_max_samples(s, 1), "set"), must(pyps_set_max_samples(s, 2), "set");
+    CHECK(armed, "read its own view");
+    must(pyps_set_max_samples(other, 3), "set"), must(pyps_set_max_samples(s, 4), "set");
+    CHECK(!armed, "did not read another's view");
+    CHECK(!memcmp(s->draft, present(s), view_used_bytes(s->draft)), "published another view than it has");
+    for (uint32_t rank = 0; rank < 2; rank++)
+        CHECK(view_rank(s->draft, rank)->max_samples == (rank ? 4 : 3), "lost the samples of rank %u", rank);
+    must(pyps_close(other), "close"), must(pyps_close(s), "close");
+}
+
+static int refusals;
+static int refuse(const pyps_policy_context *context, uint64_t *state, float *scale) {
+    (void)context, (void)scale;
+    state[0]++;
+    return refusals-- > 0 ? -1 : 1;
+}
+
+/* What an event that was refused has changed is not published by the next one. */
+static void refused_view(void) {
+    must(pyps_set_custom(&(pyps_custom){.size = sizeof(pyps_custom), .start = allow, .push = refuse}), "set");
+    pyps_store *s = created(1, PYPS_CUSTOM, 60);
+    pyps_push_result result;
+    pyps_claim claim;
+    uint32_t staging;
+    must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), must(pyps_start(s, 1, &claim), "start");
+    must(pyps_stage(s, 1, &staging), "stage");
+    refusals = 1;
+    expect(push_staging(s, staging, 1, claim.count, &result), PYPS_EPOLICY, "push");
+    must(push_staging(s, staging, 1, claim.count, &result), "the same once more");
+    CHECK(present(s)->shared_state[0] == 1, "found %llu pushes",
+          (unsigned long long)present(s)->shared_state[0]);
     must(pyps_close(s), "close");
 }
 
@@ -604,6 +646,8 @@ static const struct test_case tests[] = {
     {"full-round", full_round},
     {"changing-round", changing_round},
     {"changing-view", changing_view},
+    {"own-view", own_view},
+    {"refused-view", refused_view},
     {"schedule", schedule},
 };
 

@@ -111,6 +111,8 @@ EDGES = (
     "full-round",
     "changing-round",
     "changing-view",
+    "own-view",
+    "refused-view",
     "schedule",
 )
 
