@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ class Ask:
     pulls: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Done:
     """result: of the push; None: the policy rejected it. pulled: what came back; None: nothing was asked for,
     or the worker was fenced after its push, by `fenced`. push_seconds: from the beginning until that.
@@ -142,4 +142,5 @@ def _run(steps: TransferVerbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
             verb = following()
     except StopIteration as end:
         done: Done = end.value
-        return replace(done, push_seconds=pushed)
+        done.push_seconds = pushed
+        return done
