@@ -177,11 +177,14 @@ class Rejoin:
     """Join again; claims and their staging buffers are gone: Rejoined."""
 
 
-# Actions that give control back to the trainer.
+class Control:
+    """An action that gives control back to the trainer."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Control):
     """Compute the first claimed step, on parameters of this version. may_claim: the step after it may be
     claimed meanwhile, where the policy allows it, so that its samples are loaded early.
     """
@@ -191,33 +194,33 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Continue:
+class Continue(Control):
     """Compute the step's next micro-batch, on parameters of this version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Control):
     """The step has enough samples: send what there is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Control):
     """Give the step up: by the policy's advice; fenced: since the worker was, and has rejoined."""
 
     fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(Control):
     """The trainer's wish is done. dropped: the step was not sent, since the store took its samples back."""
 
     dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(Control):
     """No step follows."""
 
 
@@ -239,5 +242,4 @@ Event = (
     | RanOut
     | Interrupted
 )
-Control = Compute | Continue | Finish | Abort | Return | End
 Action = ClaimNext | Pull | Check | Send | Take | Load | Rejoin | Control
