@@ -62,7 +62,6 @@ class Attached:
     def request(self, step: Step, position: int) -> PushRequest:
         """The push of a step whose gradients are in its staging buffer. position: of its learning rate."""
         binding, needs = self.binding, self.needs
-        flat = step.staging.flat[: self.client.store.layout.trained_elements]
         samples = step.done if step.finite else 0
         hyper = hyper_of(self.attachment) + binding.buffers.hyper()
         step.lr, share = hyper[0].lr, step.share
@@ -70,7 +69,10 @@ class Attached:
             step.lr, share = self.local.lr, 1.0
         codes = binding.codes if samples else None
         half = binding.half if codes is not None else None  # and not scaled, as others are
-        encoding = self.transport.encoding
+        encoding, squared_norm = self.transport.encoding, 0.0
+        if needs.needs_grad_norm:
+            flat = step.staging.flat[: self.client.store.layout.trained_elements]
+            squared_norm = binding.squared_norm(flat) * share**2
         return PushRequest(
             staging=step.staging.index,
             samples=samples,
@@ -81,7 +83,7 @@ class Attached:
             encoded=codes is not None,
             base_params=binding.flat if needs.needs_base_params else None,
             base_version=step.version,
-            grad_norm_squared=binding.squared_norm(flat) * share**2 if needs.needs_grad_norm else 0.0,
+            grad_norm_squared=squared_norm,
             looked=step.looked,
             position=position,
             cost_seconds=step.cost_seconds,

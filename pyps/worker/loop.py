@@ -368,7 +368,7 @@ class Worker:
             step.throttle.__exit__(None, None, None)
             step.overrun_seconds += step.throttled.overrun_seconds
         ready = time.monotonic()
-        step.spans.append(("compute", step.began, ready))
+        step.computed(ready)
         step.loss = number_of(loss)
         if step.finite and not (self.settings.allow_nonfinite or (scaler is not None and step.left)):
             self._divergence.check(step, attached.binding.flat)

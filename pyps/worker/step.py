@@ -47,6 +47,7 @@ class Step:
         self.created = self.began = time.monotonic()
         self.throttle: AbstractContextManager[ThrottledSpan] | None = None
         self.throttled: ThrottledSpan | None = None
+        self.compute_seconds = 0.0  # of this rank's device
         self.overrun_seconds = 0.0
         self.loader_seconds = 0.0  # that the loader was busy with this step's samples
         self.loader_workers = 0
@@ -66,10 +67,10 @@ class Step:
         """What the accumulated gradient is to be multiplied by, to be the mean over all of its samples."""
         return self.micro / self.done
 
-    @property
-    def compute_seconds(self) -> float:
-        """Of this rank's device."""
-        return sum(end - begin for kind, begin, end in self.spans if kind == "compute")
+    def computed(self, until: float) -> None:
+        """A micro-batch was computed, from `began` on."""
+        self.spans.append(("compute", self.began, until))
+        self.compute_seconds += until - self.began
 
     @property
     def cost_seconds(self) -> float:

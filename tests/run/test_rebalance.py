@@ -226,8 +226,9 @@ def test_a_slow_loader_gives_samples_away_though_it_never_shows_as_a_wait(
 
 def test_what_loading_adds_to_the_cost_of_a_step() -> None:
     def step(late: float, loader: float) -> Step:
-        made = Step(Claim(0, 4, 4, 0, 0, 0.0, 0), None, 0, [("data", 0.0, 0.9), ("compute", 0.9, 1.0)])  # type: ignore[arg-type]
-        made.late_seconds, made.loader_seconds = late, loader
+        made = Step(Claim(0, 4, 4, 0, 0, 0.0, 0), None, 0, [("data", 0.0, 0.9)])  # type: ignore[arg-type]
+        made.began, made.late_seconds, made.loader_seconds = 0.9, late, loader
+        made.computed(1.0)
         return made
 
     alone, hidden, dropped = step(0.3, 0.3), step(0.0, 0.3), step(0.0, 0.05)
