@@ -217,13 +217,13 @@ class StoreClient:
             return _fenced(out, arrived)
         began = time.monotonic()
         if request.samples:
-            self._links.carry(Way.TO_STORE, self._bytes(request.encoding.codec))
+            self._carry(Way.TO_STORE, request.encoding.codec)
         tell = None if self.has_link else arrived
         transfer = self.transfer(request, ask, self.pull_codec, out, began, tell)
         transfer.outcome.spans[:0] = turn
         if transfer.outcome.version is not None and self._links.emulated:
             left = time.monotonic()
-            self._links.carry(Way.FROM_STORE, self._bytes(self.pull_codec))
+            self._carry(Way.FROM_STORE, self.pull_codec)
             transfer.outcome.spans.append(("pull", left, time.monotonic()))
         return transfer
 
@@ -350,7 +350,7 @@ class StoreClient:
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, from the store's fp32 ones; the version."""
         version = self._pull(out, self.pull_codec)
-        self._links.carry(Way.FROM_STORE, self._bytes(self.pull_codec))
+        self._carry(Way.FROM_STORE, self.pull_codec)
         return version
 
     def _pull(self, out: Flat, codec: Codec) -> int:
@@ -362,6 +362,11 @@ class StoreClient:
         _, version = self.store.pull_encoded(codec, codes)
         decode_vector(codes, codec, self.store.layout, out)
         return version
+
+    def _carry(self, way: Way, codec: Codec) -> None:
+        """Return when a vector in this codec has crossed the emulated links."""
+        if self._links.emulated:
+            self._links.carry(way, self._bytes(codec))
 
     def _bytes(self, codec: Codec) -> int:
         return encoded_vector_bytes(codec, self.store.layout)

@@ -100,10 +100,7 @@ class EmulatedLinks:
         self._latency = round(sum(link.latency_seconds for link in links) / NANOSECOND)
         self._ways = {way: [_one_way(link, way, folder) for link in links] for way in Way}
         self._ways[Way.FROM_STORE].reverse()
-
-    @property
-    def emulated(self) -> bool:
-        return bool(self._ways[Way.TO_STORE])
+        self.emulated = bool(links)
 
     def send(self, way: Way, size: int, at: int | None = None) -> int:
         """Return when a message that leaves `at` a time, by default now, has passed all links; when it
