@@ -260,7 +260,7 @@ class Binding:
 
     def check_kept(self) -> None:
         """Raise InputError if a gradient that was kept is another object now, as after zero_grad()."""
-        for before, now in zip(self._kept, self._gradients(), strict=False):
+        for before, now in zip(self._kept, self._gradients() if self._kept else (), strict=True):
             if before is not None and before is not now:
                 found = "gradients cleared between the micro-batches of one batch"
                 raise InputError("step", "zero_grad", found, "no zero_grad(): each step begins with zeros")

@@ -79,8 +79,10 @@ class Columns(Source):
         super().__init__(columns, lengths[0], seed)
 
     def __getitem__(self, task: Task) -> tuple[Any, ...]:
-        assert task.index is not None
-        return tuple(c[_index_for(c, task.index)] for c in self.dataset)
+        index = task.index
+        assert index is not None
+        rows = torch.from_numpy(index)
+        return tuple(c[index if isinstance(c, np.ndarray) else rows.to(c.device)] for c in self.dataset)
 
     def example(self, last: bool) -> Any:
         return tuple(c[-1 if last else 0] for c in self.dataset)
@@ -242,12 +244,6 @@ def _reads_many(dataset: Any) -> bool:
     if isinstance(dataset, Subset):
         return _reads_many(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _index_for(column: Any, index: NDArray[np.int64]) -> Any:
-    if isinstance(column, np.ndarray):
-        return index
-    return torch.from_numpy(np.array(index)).to(column.device)
 
 
 WORD = 2**64 - 1
