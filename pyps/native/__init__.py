@@ -141,10 +141,12 @@ def push_result(r: Any) -> PushResult:
     )
 
 
-def push_args(what: str, push: PushRequest) -> tuple[Any, Any]:
-    """The C arguments, and what must live as long as they; codes are in the staging buffer already."""
-    c, hyper = ffi.new("pyps_push_args *"), push.hyper
-    constants = hyper_array(hyper)
+def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
+    """The C arguments, and what must live as long as they; codes are in the staging buffer already.
+
+    constants: the hyper_array of the push.
+    """
+    c = ffi.new("pyps_push_args *")
     c.size, c.staging = ffi.sizeof("pyps_push_args"), unsigned(what, "staging", push.staging, 32)
     c.samples = unsigned(what, "samples", push.samples, 32)
     c.scale, c.timeout_seconds, c.hyper = push.scale, timeout_seconds(push.timeout), constants

@@ -25,6 +25,7 @@ from pyps.native import (
     decode,
     encoded_bytes,
     fill_data_set,
+    hyper_array,
     hyper_values,
     push_args,
     push_result,
@@ -90,6 +91,8 @@ class LocalBackend:
         self._removes = removes
         self._views: list[weakref.ref[Mapping]] = []
         self._transfers = Transfers()
+        self._hyper: tuple[Hyper, ...] = ()  # of the last push
+        self._constants = hyper_array(())
         self.layout = self._layout()
         self.tensors = tuple(self._tensor(k) for k in range(self.layout.tensors))
         c = ffi.new("pyps_policy_params *")
@@ -284,7 +287,9 @@ class LocalBackend:
             place = self.staging_codes(request.staging, request.gradient.size)
             if place.ctypes.data != request.gradient.ctypes.data:
                 place[:] = request.gradient
-        return push_args(what, request)
+        if request.hyper != self._hyper:
+            self._hyper, self._constants = request.hyper, hyper_array(request.hyper)
+        return push_args(what, request, self._constants)
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         return partial(self._transfer, request)

@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ KINDS = {
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
+constants = lru_cache(maxsize=256)(Hyper)  # one object for equal ones, as they are from step to step
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
     groups = [(k, attachment.optimizer.param_groups[k]) for k in attachment.groups]
     if attachment.kind in (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAGRAD):
         return tuple(
-            Hyper(
+            constants(
                 lr=float(g["lr"]),
                 weight_decay=float(g["weight_decay"]),
                 betas=_betas(g),
@@ -179,17 +181,17 @@ def _betas(group: dict[str, Any]) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _sgd(index: int, group: dict[str, object], kind: Optimizer, clip_norm: float) -> Hyper:
-    momentum = float(str(group["momentum"]))
+def _sgd(index: int, group: dict[str, Any], kind: Optimizer, clip_norm: float) -> Hyper:
+    momentum = float(group["momentum"])
     if momentum > 0.0 and kind is Optimizer.SGD:
         where = f"optimizer.param_groups[{index}].momentum"
         raise InputError("step", where, str(momentum), "momentum above 0 from the beginning, or never")
-    return Hyper(
-        lr=float(group["lr"]),  # type: ignore[arg-type]
-        weight_decay=float(group["weight_decay"]),  # type: ignore[arg-type]
+    return constants(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
         momentum=momentum,
         # torch ignores dampening where there is no momentum; the store's momentum buffer must see none either
-        dampening=float(group["dampening"]) if momentum > 0.0 else 0.0,  # type: ignore[arg-type]
+        dampening=float(group["dampening"]) if momentum > 0.0 else 0.0,
         nesterov=bool(group["nesterov"]) and momentum > 0.0,
         clip_norm=clip_norm,
     )
