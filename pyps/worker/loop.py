@@ -460,7 +460,7 @@ class Worker:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""
         attached = self._require()
         limits = (left, self.settings.micro_batch, attached.budget.look() if attached.budget else 0)
-        most = min(limit for limit in limits if limit)
+        most = min(filter(None, limits))
         return even_steps(left, most) if attached.local is not None else next_part(left, most)
 
     def _collect(self, step: Step, attached: Attached, scaler: Any) -> bool:
