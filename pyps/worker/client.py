@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -267,15 +267,13 @@ class StoreClient:
         """How this store answers a transfer; what it came to is noted in `outcome`."""
 
         def push() -> PushResult | None:
-            with self._pushing(request, outcome, began):
-                outcome.result = self.store.send(request)
+            self._push(lambda: (self.store.send(request), None), request, outcome, began)
             return outcome.result
 
         def exchange() -> tuple[PushResult | None, int | None]:
             if codec is not Codec.F32:
                 return push(), None
-            with self._pushing(request, outcome, began):
-                outcome.result, outcome.version = self.store.send_and_pull(request, out, arrived)
+            self._push(lambda: self.store.send_and_pull(request, out, arrived), request, outcome, began)
             return outcome.result, outcome.version
 
         def limit() -> None:
@@ -296,12 +294,17 @@ class StoreClient:
             Verb.PULL: pull,
         }
 
-    @contextmanager
-    def _pushing(self, request: PushRequest, outcome: Outcome, began: float | None) -> Iterator[None]:
-        """Notes what became of a push. One of values that are not finite is skipped: its claim is held."""
+    def _push(
+        self,
+        send: Callable[[], tuple[PushResult, int | None]],
+        request: PushRequest,
+        outcome: Outcome,
+        began: float | None,
+    ) -> None:
+        """Push, and note what became of it. One of values that are not finite is skipped: its claim is held."""
         began = time.monotonic() if began is None else began
         try:
-            yield
+            outcome.result, outcome.version = send()
         except PushRejected:
             outcome.rejected = True
             raise
