@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -51,8 +50,8 @@ class StoreClient:
     pull: the codec of pulled parameters, `pull_codec`; it may change between transfers. budget: announced
     before each claim; None: the policy does not resize batches. links: emulated ones, which pushes and pulls
     cross. `ahead`: the claims of later steps, and of the current one until it is taken from there;
-    after_claim_ahead gets each of them when it is known, in the thread that learns of it. `idle`: entered
-    around each wait for a claim.
+    after_claim_ahead gets each of them when it is known, in the thread that learns of it. `idle`: makes each
+    wait for a claim.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class StoreClient:
         self._codes: dict[Codec, NDArray[np.uint8]] = {}
         self.ahead: deque[Claim] = deque()
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
-        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.idle: Callable[[Callable[[], Claim]], Claim] = _wait
         self._transfers = Transfers()
         self._trips: RoundTrips[Transfer] | None = None  # over emulated links
         self._spare: list[Flat] = []  # for what travels back
@@ -88,8 +87,7 @@ class StoreClient:
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
         while True:
             try:
-                with self.idle():
-                    return self.store.start()
+                return self.idle(self.store.start)
             except TimedOut:
                 if self._rests():
                     continue
@@ -385,6 +383,11 @@ class StoreClient:
 def _fenced(_out: Flat, _arrived: ArrivalCallback | None) -> Transfer:
     """A transfer whose worker was fenced before its gradient left."""
     return Transfer(Outcome(), fenced=True)
+
+
+def _wait(wait: Callable[[], Claim]) -> Claim:
+    """No signal ends it."""
+    return wait()
 
 
 def _ignore(_: Claim) -> None:

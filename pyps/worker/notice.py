@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 LEFT = 128 + signal.SIGTERM  # the exit code of a worker that has left on notice, as a shell says it
+T = TypeVar("T")
 AGAIN_SECONDS = 1.0  # a scheduler, srun and a launcher may each send the notice; a later one is impatience
 
 
@@ -70,13 +71,12 @@ class Notice:
         if self.came:
             raise SystemExit(LEFT)
 
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """A wait for a step, which a signal ends."""
+    def idle(self, wait: Callable[[], T]) -> T:
+        """What a wait for a step gives, which a signal ends."""
         before, self.busy = self.busy, False
         try:
             self.leave_if_asked()
-            yield
+            return wait()
         finally:
             self.busy = before
 

@@ -243,7 +243,7 @@ print("after")
     [
         (False, False, "", ""),
         (True, False, "notice.leave_if_asked()", "still here True\n"),
-        (True, False, "notice.idle().__enter__()", "still here True\n"),
+        (True, False, "notice.idle(print)", "still here True\n"),
         (True, True, "", "still here True\n"),
     ],
 )
