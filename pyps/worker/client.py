@@ -299,7 +299,7 @@ class StoreClient:
         outcome: Outcome,
         began: float | None,
     ) -> None:
-        """Push, and note what became of it. One of values that are not finite is skipped: its claim is held."""
+        """Push, and note what became of it. Values that are not finite are skipped: their claim is held."""
         began = time.monotonic() if began is None else began
         try:
             outcome.result, outcome.version = send()

@@ -320,7 +320,7 @@ static void damaged_ranks(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other;
     pyps_claim claim;
     must(pyps_join(s, PYPS_WORKER, 0, NULL), "join"), must(pyps_open("edges", &other), "open");
-    must(pyps_join(other, PYPS_OBSERVER, -1, NULL), "join"); /* a view of the handle's own is not read again */
+    must(pyps_join(other, PYPS_OBSERVER, -1, NULL), "join"); /* its own view a handle does not read */
     struct view *v = present(s);
     struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
     stranger->state = PYPS_ACTIVE, view_rank(v, 1)->slot_plus_1 = 8, v->all_joined = 1;
