@@ -111,10 +111,7 @@ class Away:
 
     def start(self, timeout: float) -> Claim:
         claim = self.client.call(verbs.START(bounded(timeout)))
-        if self._in_round is not None:  # the store has given that push up: it counts
-            self._residual.commit(admitted=True)
-            self._staging_taken.discard(self._in_round)
-            self._in_round = None
+        self._give_up_round()
         self._compute_began = time.monotonic()
         return claim
 
@@ -155,12 +152,17 @@ class Away:
         if staging != self._in_round:  # else it is the round's until the next start
             self._staging_taken.discard(staging)
 
+    def _give_up_round(self) -> None:
+        """No call waits any more for the round of a push that timed out there: it counts when that closes."""
+        if self._in_round is not None:
+            self._residual.commit(admitted=True)
+            self._staging_taken.discard(self._in_round)
+            self._in_round = None
+
     def _forget_staging(self) -> None:
         """The store has taken all staging buffers back."""
         self._staging_taken.clear()
-        if self._in_round is not None:
-            self._residual.commit(admitted=False)
-            self._in_round = None
+        self._give_up_round()
 
     def staging(self, staging: int) -> Flat:
         flat = self._staging_buffers.get(staging)
@@ -180,34 +182,48 @@ class Away:
     def _waits_for_rounds(self) -> bool:
         return native.policy_needs(self.layout.policy, self.policy_params).waits_for_rounds
 
+    def _check_staged(self, staging: int) -> None:
+        """Raise InvalidArgument, as the core does, for a buffer that no push may have now."""
+        if staging in self._staging_taken and self._in_round in (None, staging):
+            return
+        expected = "one that stage() returned"
+        if staging in self._staging_taken:
+            expected = f"{self._in_round}, whose round an earlier push waited for"
+        raise InvalidArgument("push", f"staging: found {staging}; expected {expected}")
+
     @contextmanager
     def _settling(self, request: PushRequest) -> Iterator[None]:
-        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free.
-
-        Of one that waits in a round this is known when the next step starts, or it is pushed again.
-        """
+        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
         began = time.monotonic()
         try:
             yield
         except BaseException as error:
-            if isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
-                self._in_round = request.staging
-                raise
-            self._settle_residual(request, admitted=False)
-            if isinstance(error, PushRejected):
-                self._staging_taken.discard(request.staging)
-            if isinstance(error, TimedOut):  # it waited for its turn
-                self._compute_began += time.monotonic() - began
+            self._not_ended(request, error, began)
             raise
         self._settle_residual(request, admitted=True)
         self._staging_taken.discard(request.staging)
         self._in_round = None
 
+    def _not_ended(self, request: PushRequest, error: BaseException, began: float) -> None:
+        """A push, or a transfer with it, has raised this. began: by the monotonic clock.
+
+        What becomes of one that waits in a round is known when the next step starts, or it is pushed again.
+        """
+        if self._in_round not in (None, request.staging):  # it was sent behind that one, and fails alike
+            if _keeps_residual(request):
+                self._residual.cancel()
+        elif isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
+            self._in_round = request.staging
+        elif self._in_round is None:
+            self._settle_residual(request, admitted=False)
+            if isinstance(error, PushRejected):
+                self._staging_taken.discard(request.staging)
+            if isinstance(error, TimedOut):  # it waited for its turn
+                self._compute_began += time.monotonic() - began
+
     def _settle_residual(self, request: PushRequest, admitted: bool) -> None:
         """A push has ended; whether a residual of it was kept here is known by its encoding."""
-        how = request.encoding
-        sent_here = request.samples > 0 and not request.encoded
-        if sent_here and how.codec is not Codec.F32 and how.error_feedback:
+        if _keeps_residual(request):
             self._residual.commit(admitted)
 
     def _finished(
@@ -279,6 +295,12 @@ class Away:
 def counted(result: PushResult, counts: EncodeCounts) -> PushResult:
     """The result with what was not finite where the gradient was encoded."""
     return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
+
+
+def _keeps_residual(request: PushRequest) -> bool:
+    """Whether codes of it are made here, with error feedback."""
+    how, made_here = request.encoding, request.samples > 0 and not request.encoded
+    return made_here and how.codec is not Codec.F32 and how.error_feedback
 
 
 def check_finite(request: PushRequest, values: NDArray[Any]) -> None:

@@ -139,8 +139,8 @@ class LinkBackend(Away):
     ) -> Transferred:
         try:
             reply, found = self.client.take(posted)
-        except BaseException:
-            self._settle_residual(push, admitted=False)
+        except BaseException as error:
+            self._not_ended(push, error, began)
             raise
         self._settle_residual(push, admitted=reply.result is not None)
         self._staging_taken.discard(push.staging)
@@ -167,6 +167,7 @@ class LinkBackend(Away):
 
         Raises NotFinite, InvalidArgument.
         """
+        self._check_staged(request.staging)
         if request.ranges is not None:
             return self._header(request, request.scale), self._of_ranges(request, request.ranges), NO_COUNTS
         whole, trained = self._values(request), self.layout.trained_elements

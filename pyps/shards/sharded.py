@@ -350,8 +350,8 @@ class ShardedBackend(Away):
     ) -> Transferred:
         try:
             decided = decide()
-        except BaseException:
-            self._settle_residual(push, admitted=False)
+        except BaseException as error:
+            self._not_ended(push, error, began)
             raise
         reply = decided.transfer
         self._settle_residual(push, admitted=reply.result is not None)
@@ -368,6 +368,7 @@ class ShardedBackend(Away):
 
         Raises NotFinite, and InvalidArgument for what needs all of the gradient at one place.
         """
+        self._check_staged(request.staging)
         if request.ranges is not None:
             _refuse_ranges("push")
         if any(hyper.clip_norm for hyper in request.hyper):

@@ -34,7 +34,8 @@ from pyps.errors import (
 )
 from pyps.native.local import LocalBackend
 from pyps.native.status import MemberState
-from pyps.native.values import Codec, Encoding, Hyper, PushResult, Role
+from pyps.native.transfer import TransferRequest
+from pyps.native.values import Codec, Encoding, Hyper, PushRequest, PushResult, Role
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
@@ -384,8 +385,9 @@ def pair(linked: bool) -> Iterator[tuple[Store, Store]]:
         yield store, other
 
 
-def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path) -> None:
-    """It is part of that push, which counts once the next step has started: on a link as on this machine."""
+@pytest.mark.parametrize("then", ["start", "rejoin", "leave", "transfer"])
+def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path, then: str) -> None:
+    """It is part of that push, which counts whatever its worker does then: on a link as on this machine."""
     found = []
     for linked in (False, True):
         how = Encoding(Codec.INT8, error_feedback=True)
@@ -397,8 +399,7 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
                 waits, zeros = other.stage(), store.stage()
                 waits["w"][:], zeros["w"][:] = numbers.normal(size=SIZE), 0.0
                 if k == 1:
-                    with pytest.raises(TimedOut):
-                        other.push(waits, 4, HYPER, timeout=0.05, encoding=how)
+                    time_out(other, push_request(waits, 4, HYPER, timeout=0.05, groups=1, encoding=how), then)
                     store.push(zeros, 4, HYPER)
                     continue
                 thread = threading.Thread(target=store.push, args=(zeros, 4, HYPER))
@@ -406,7 +407,45 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
                 other.push(waits, 4, HYPER, encoding=how)
                 thread.join()
             found.append(other.snapshot().tensors["w"])
+            buffers = [other.stage().index for _ in range(other.layout.staging_buffers)]
+            assert sorted(buffers) == [*range(len(buffers))]
     assert np.array_equal(*found)
+
+
+def time_out(store: Store, request: PushRequest, then: str) -> None:
+    """Push into a round that does not close in time, and do not wait for it any more."""
+    with pytest.raises(TimedOut):
+        if then == "transfer":
+            store.begin_transfer(TransferRequest(request))(np.empty(store.layout.flat_elements, np.float32))
+        store.send(request)
+    if then == "rejoin":
+        store.rejoin()
+    if then == "leave":
+        store.leave()
+        store.join(0)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_push_has_a_buffer_that_its_worker_staged(shm: Path, linked: bool) -> None:
+    """Not one that the next start took back, nor one of an earlier push."""
+    refusal = r"staging: found \d; expected one that \w+(\(\))? returned"
+    with pair(linked) as (store, other):
+        for one in (store, other):
+            one.start()
+        waits = other.stage()
+        waits["w"][:] = 1.0
+        with pytest.raises(TimedOut):
+            other.push(waits, 4, HYPER, timeout=0.05)
+        push_ones(store, 4)
+        for one in (store, other):
+            one.start()
+        for staging in (waits.index, other.layout.staging_buffers - 1):
+            with pytest.raises(InvalidArgument, match=refusal):
+                other.push(staging, 4, HYPER, timeout=0.05)
+            request = push_request(staging, 4, HYPER, timeout=0.05, groups=1)
+            with pytest.raises(InvalidArgument, match=refusal):
+                other.begin_transfer(TransferRequest(request))(np.empty_like(waits.flat))
+        assert value(store) == -0.5
 
 
 @pytest.mark.parametrize("linked", [False, True])
