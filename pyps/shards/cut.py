@@ -27,7 +27,8 @@ from pyps.store.policies import policy_named
 
 CHUNK_PARAMS = 32768  # as in csrc/store/geometry.c
 BLOCK = 256  # a codec's largest: shards begin where blocks do
-CODE_HALF_BYTES = {Codec.BF16: 4, Codec.F16: 4, Codec.INT8: 2, Codec.INT4: 1, Codec.NF4: 1}  # of a value
+# Of a value.
+CODE_HALF_BYTES = {Codec.F32: 8, Codec.BF16: 4, Codec.F16: 4, Codec.INT8: 2, Codec.INT4: 1, Codec.NF4: 1}
 SCALE_BLOCK = {Codec.INT8: 256, Codec.INT4: 64, Codec.NF4: 64}
 APPLIER = policy_named("asp")  # of a shard: it applies what it is given, in the order in which it is given
 
@@ -295,7 +296,14 @@ def whole_header(whole: Cut, header: StateHeader) -> StateHeader:
 
 
 def split_codes(codes: NDArray[Any], codec: Codec, shards: Sequence[Shard]) -> list[NDArray[np.uint8]]:
-    """Codes of all trained elements, as those of each shard: of its values, then of its blocks' scales."""
+    """Codes of all trained elements, as those of each shard."""
+    return [np.concatenate(parts) for parts in code_parts(codes, codec, shards)]
+
+
+def code_parts(
+    codes: NDArray[np.uint8], codec: Codec, shards: Sequence[Shard]
+) -> list[list[NDArray[np.uint8]]]:
+    """Where codes of all trained elements have each shard's: of its values, then of its blocks' scales."""
     halves, block = CODE_HALF_BYTES[codec], SCALE_BLOCK.get(codec, 0)
     edges = list(accumulate((shard.trained for shard in shards), initial=0))
     scales = codes[edges[-1] * halves // 2 :]
@@ -304,5 +312,5 @@ def split_codes(codes: NDArray[Any], codec: Codec, shards: Sequence[Shard]) -> l
         parts = [codes[a * halves // 2 : b * halves // 2]]
         if block:
             parts.append(scales[4 * (a // block) : 4 * (b // block)])
-        found.append(np.concatenate(parts))
+        found.append(parts)
     return found

@@ -216,17 +216,17 @@ class ShardStore:
         """Raise NotFinite now, where the push can still be refused everywhere."""
         codec, averaged = header.encoding.codec, 4 * self.layout.averaged_elements
         trained = numbers[: numbers.size - averaged]
-        checked: list[NDArray[Any]] = [numbers[numbers.size - averaged :].view(np.float32)]
+        finite = [np.isfinite(numbers[numbers.size - averaged :].view(np.float32))]
         if codec in SCALE_BLOCK:
             scales = -(-self.layout.trained_elements // SCALE_BLOCK[codec])
-            checked.append(trained[trained.size - 4 * scales :].view(np.float32))
+            finite.append(np.isfinite(trained[trained.size - 4 * scales :].view(np.float32)))
         elif codec is Codec.F32 and header.encoding.nonfinite == "error":
-            checked.append(trained.view(np.float32))
+            finite.append(np.isfinite(trained.view(np.float32)))
         elif codec is Codec.F16:
-            checked.append(trained.view(np.float16))
+            finite.append(np.isfinite(trained.view(np.float16)))
         elif codec is Codec.BF16:
-            checked.append(np.where(trained.view(np.uint16) & 0x7F80 == 0x7F80, np.inf, 0.0))
-        if not all(np.isfinite(array).all() for array in checked):
+            finite.append(trained.view(np.uint16) & 0x7F80 != 0x7F80)
+        if not all(array.all() for array in finite):
             raise NotFinite("push", "the gradient has a value that is not finite")
 
     def pinned(self, session: bytes, tag: Tag, timeout: float) -> Pinned:
@@ -396,6 +396,8 @@ class ShardStore:
             flat = self._applier.staging(staging)
             flat[self.layout.trained_elements :] = numbers[-4 * averaged :].view(np.float32)
             gradient = numbers[: -4 * averaged]
+        trained = self.layout.trained_elements  # that stage() has looked at, all of it
+        looked = np.array([[0, trained]], np.uint64) if trained and codec is not Codec.F32 else None
         return PushRequest(
             staging,
             1,
@@ -407,6 +409,7 @@ class ShardStore:
             position=header.position,
             tag=entry.tag,
             given=entry.ticket,
+            looked=looked,
         )
 
     def _copy(self, whole_state: bool) -> Pinned:

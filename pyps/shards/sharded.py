@@ -49,6 +49,7 @@ from pyps.shards import verbs
 from pyps.shards.cut import (
     Cut,
     check_policy,
+    code_parts,
     cut,
     cut_of_head,
     flat_of,
@@ -62,7 +63,7 @@ from pyps.shards.cut import (
 from pyps.shards.proofs import shard_session
 from pyps.shards.verbs import CommitHeader, CommitReply, LogKind
 from pyps.store.backend import MAX_CALL_SECONDS
-from pyps.store.codec import decode_vector, encode, encoded_vector_bytes
+from pyps.store.codec import F32_BYTES, decode_vector, encoded_vector_bytes
 from pyps.store.marks import SEAL_BYTES
 
 R = TypeVar("R")
@@ -248,9 +249,8 @@ class ShardedBackend(Away):
 
     def _fetch(self, tag: Tag, flat: Flat, codec: Codec) -> None:
         """Every shard's part of what was pinned, to `flat`."""
-        asked = verbs.PULL_PINNED(self._cut.run, tag, codec, PINNED_SECONDS)
-        replies = self._all([asked] * len(self._shards))
-        for shard, layout, (_, found) in zip(self._cut.shards, self._layouts, replies, strict=True):
+        parts = self._pinned(tag, codec)
+        for shard, layout, found in zip(self._cut.shards, self._layouts, parts, strict=True):
             own = shard.of(flat)
             if codec is Codec.F32:
                 from_frames("pull", found, own)
@@ -259,13 +259,24 @@ class ShardedBackend(Away):
             from_frames("pull", found, codes)
             decode_vector(codes, codec, layout, own)
 
+    def _pinned(self, tag: Tag, codec: Codec) -> list[Frames]:
+        """What was pinned, in this codec, of each shard."""
+        asked = verbs.PULL_PINNED(self._cut.run, tag, codec, PINNED_SECONDS)
+        return [found for _, found in self._all([asked] * len(self._shards))]
+
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
-        flat = np.empty(self._opened.layout.flat_elements, np.float32)
-        version, trained = self.pull(flat), self._opened.layout.trained_elements
-        codes, _ = encode(flat[:trained], codec)
-        out[: codes.size] = codes
-        out[codes.size :].view(np.float32)[:] = flat[trained:]
+        version = self._pin(LogKind.PIN, lambda tag: self._fetch_codes(tag, out, codec))
+        self._compute_began = time.monotonic()
         return version
+
+    def _fetch_codes(self, tag: Tag, out: NDArray[np.uint8], codec: Codec) -> None:
+        """Every shard's codes of what was pinned, to their places in `out`."""
+        shards, at = self._cut.shards, out.size - F32_BYTES * self.layout.averaged_elements
+        places = code_parts(out[:at], codec, shards)
+        for shard, place, found in zip(shards, places, self._pinned(tag, codec), strict=True):
+            end = at + F32_BYTES * (shard.elements - shard.trained)
+            from_frames("pull", found, *place, out[at:end])
+            at = end
 
     def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         _refuse_ranges("read")

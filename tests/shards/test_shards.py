@@ -44,7 +44,7 @@ from pyps.errors import (
 )
 from pyps.formats.events import Undone, read_undone
 from pyps.native.state import StoreState
-from pyps.native.values import Hyper, PushResult
+from pyps.native.values import Hyper, PushRequest, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
@@ -184,6 +184,48 @@ def test_what_cannot_be_over_several_servers_is_refused(shm: Path) -> None:
         with pytest.raises(InvalidArgument, match="found it on 2 servers; expected the 3 of the address"):
             open_store(address_of(home.address, far.address, same(home)))
         assert push_claimed(store, claim, -1.0).version == 1
+
+
+@pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "int4", "nf4"])
+def test_an_encoded_pull_is_in_the_codec_that_is_asked_for(shm: Path, codec: str) -> None:
+    """Encoded from fp32 at each server, whatever codec the address says: the same bytes as from one store."""
+    draw = np.random.default_rng(3)
+    tensors = {"a": draw.normal(size=2100), "b": draw.normal(size=3000), "mean": draw.normal(size=1500)}
+    options = {"groups": {"b": 1, "mean": 2}, "averaged": ["mean"], "batches": [1], "chunk_params": CHUNK}
+    with (
+        serving(3) as (address, _),
+        make(f"{address}&pull=int4", tensors=tensors, **options) as store,
+        Store.create("near", tensors, policy="asp", **options) as near,
+    ):
+        store.join(0), near.join(0)
+        before = store.traffic.received
+        codes, version = store.pull_encoded(codec)
+        assert store.traffic.received - before < codes.size + 4000
+        assert version == 0
+        np.testing.assert_array_equal(codes, near.pull_encoded(codec)[0])
+
+
+def test_a_server_looks_at_halves_once(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its part comes, not again when that is applied."""
+    with serving(2) as (address, (_, far)), make(address) as store:
+        store.join(0)
+        applier, requests = far._shards.shard._applier, []
+        apply = applier.push
+
+        def pushed(request: PushRequest) -> PushResult:
+            requests.append(request)
+            return apply(request)
+
+        monkeypatch.setattr(applier, "push", pushed)
+        push(store, encoding="bf16")
+        assert only_value(store) == (1.0, 1)
+        assert [request.looked.tolist() for request in requests] == [[[0, 2 * CHUNK]]]
+        claim, staging = store.start(), store.stage()
+        codes = np.full(4 * CHUNK, 0xBF80, np.uint16)
+        codes[-1] = 0x7F80
+        with pytest.raises(NotFinite):
+            store.push(staging, claim.count, ONE, encoding="bf16", gradient=codes.view(np.uint8))
+        assert len(requests) == 1
 
 
 def test_a_nan_in_one_part_refuses_the_push_at_every_server(
