@@ -36,7 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     loss: the mean over the worker's samples.
     spans: (kind, begin, end) in seconds of CLOCK_MONOTONIC, which all processes of the machine share.
     overrun_seconds: how much longer the step took than the emulated device would have needed.
-    skipped: the worker pushed no gradient, because a GradScaler found inf.
+    skipped: the worker pushed no gradient: it was not finite.
     rejected: the store did not apply the gradient: the policy refused it, or the worker was fenced.
     fenced: the worker missed a deadline and was removed, its samples went back, and it joined again.
     lr: the learning rate of the first parameter group, as pushed.

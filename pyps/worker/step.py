@@ -88,6 +88,7 @@ class Step:
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
         """What is kept of the step once its gradient was admitted or dropped."""
         claim, result = self.claim, outcome.result
+        unencodable = outcome.unencodable and not outcome.fenced  # the store has skipped its samples
         return StepRecord(
             rank=rank,
             pid=os.getpid(),
@@ -103,8 +104,8 @@ class Step:
             loss=self.loss,
             spans=self.spans + outcome.spans,
             overrun_seconds=self.overrun_seconds,
-            skipped=not self.finite,
-            rejected=result is None,
+            skipped=not self.finite or unencodable,
+            rejected=result is None and not unencodable,
             fenced=outcome.fenced,
             depth=depth,
             loader_seconds=self.loader_seconds,

@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(shm: Path, codec: str, depth
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("codec", ["f32", "int8"])
 def test_a_gradient_that_is_not_finite_skips_the_step_where_that_is_allowed(
-    shm: Path, codec: str, depth: int
+    shm: Path, tmp_path: Path, codec: str, depth: int
 ) -> None:
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
@@ -149,6 +149,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_where_that_is_allowed(
         pipeline=depth,
         policy="asp",
         allow_nonfinite=True,
+        run_dir=str(tmp_path),
     ) as worker:
         worker.attach(model)
         for x, y in worker.batches((X, Y)):
@@ -156,6 +157,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_where_that_is_allowed(
             assert worker.step() is None
         assert (worker.steps, worker.skipped) == (0, 2)
         assert worker.store.ranks()[0].skipped == 20
+    assert [(r.skipped, r.rejected, r.samples) for r in read_run(tmp_path)] == [(True, False, 10)] * 2
     for p, q in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(p, q.detach(), rtol=0, atol=0)
 
