@@ -8,8 +8,9 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -127,6 +128,7 @@ class TensorBoardSink(Sink):
         except OSError as error:
             found = f"{os.fspath(folder)}: {error.strerror or error}"
             raise InputError("metrics", "tensorboard", found, "a folder to write to") from None
+        self._failed = False
 
     def write(self, step: int, readings: Iterable[Reading]) -> None:
         values = [self._summaries.Summary.Value(tag=_tag(r), simple_value=r.value) for r in readings]
@@ -140,13 +142,23 @@ class TensorBoardSink(Sink):
         self._add(step, [self._summaries.Summary.Value(tag=tag, metadata=about, tensor=tensor)])
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None and not self._failed:
+            self._try(writer.close)
 
     def _add(self, step: int, values: list[Any]) -> None:
         summary = self._summaries.Summary(value=values)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        event = self._event(wall_time=time.time(), step=step, summary=summary)
+        self._try(partial(self._writer.add_event, event))
+
+    def _try(self, call: Callable[[], object]) -> None:
+        """Call the writer, whose thread ends at its first error: a full disk, say. Then it writes no more."""
+        try:
+            call()
+        except OSError as error:
+            if not self._failed:
+                print(shown(f"pyps: metrics: tensorboard: no further figures: {error}"), file=sys.stderr)
+            self._failed = True
 
 
 def _tag(reading: Reading) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import os
 import socket
 import sys
 import threading
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from remote_tools import eventually
 
 from pyps.errors import InputError, how_to_install
 from pyps.metrics import Reading, open_sink
@@ -42,6 +45,25 @@ def test_tensorboard_has_a_default_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="a folder to write to"):
         open_sink(f"tensorboard:{tmp_path / 'file' / 'logs'}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_said_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_sink(f"tensorboard:{tmp_path}") as sink:
+        monkeypatch.setattr(records.RecordWriter, "write", full)
+        for step in range(3):
+            sink.write(step, READINGS)
+            eventually(lambda: not any("AsyncWriter" in type(t).__name__ for t in threading.enumerate()))
+        sink.note(3, NOTE)
+    said = capsys.readouterr().err
+    assert said.count("pyps: metrics: tensorboard: no further figures: [Errno 28] No space left") == 1
 
 
 def test_prometheus_serves_gauges_on_this_machine_alone() -> None:
