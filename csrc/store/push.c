@@ -133,6 +133,12 @@ static bool hyper_is_finite(const pyps_hyper *h) {
            isfinite(h->clip) && isfinite(h->clip_norm);
 }
 
+/* Parts of a step divide by 1 - momentum, and Adam's steps by 1 - beta. */
+static bool hyper_is_in_range(const pyps_hyper *h) {
+    bool least = h->momentum >= 0 && h->beta1 >= 0 && h->beta2 >= 0;
+    return least && h->momentum < 1 && h->beta1 < 1 && h->beta2 < 1;
+}
+
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
     if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging] ||
         s->parked >> a->staging & 1)
@@ -151,10 +157,16 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
     if (!a->hyper)
         return fail(PYPS_EINVAL, "push: hyper: found NULL; expected one for each of %u groups",
                     s->geometry.groups);
-    for (uint32_t group = 0; group < s->geometry.groups; group++)
-        if (!hyper_is_finite(&a->hyper[group]))
+    for (uint32_t group = 0; group < s->geometry.groups; group++) {
+        const pyps_hyper *h = &a->hyper[group];
+        if (!hyper_is_finite(h))
             return fail(PYPS_EINVAL, "push: hyper[%u]: found a constant that is not finite (lr %g)", group,
-                        (double)a->hyper[group].lr);
+                        (double)h->lr);
+        if (!hyper_is_in_range(h))
+            return fail(PYPS_EINVAL,
+                        "push: hyper[%u]: found momentum %g, beta1 %g, beta2 %g; expected 0 to below 1",
+                        group, (double)h->momentum, (double)h->beta1, (double)h->beta2);
+    }
     return PYPS_OK;
 }
 

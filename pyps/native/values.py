@@ -66,7 +66,7 @@ class Hyper:
     `weight_decay` is decoupled for AdamW, else L2. `clip` holds every element of the scaled gradient within
     [-clip, clip]. `clip_norm` bounds the norm of the gradient over all trained tensors: of a round's mean
     gradient, or of a push that is applied alone. 0: no such bound. Raises InputError on a value that is not
-    finite or not in torch's range.
+    finite or not in torch's range; `momentum` is below 1.
     """
 
     lr: float
@@ -87,6 +87,8 @@ class Hyper:
                 raise InputError("hyper", field, repr(value), "a finite number of at least 0")
         if not math.isfinite(self.dampening):
             raise InputError("hyper", "dampening", repr(self.dampening), "a finite number")
+        if not self.momentum < 1.0:
+            raise InputError("hyper", "momentum", repr(self.momentum), "a number in [0, 1)")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise InputError("hyper", "betas", repr(self.betas), "two numbers in [0, 1)")
         if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):

@@ -70,6 +70,7 @@ def test_policies_are_checked_values() -> None:
         ("betas", {"lr": 1.0, "betas": (0.9, 1.0)}),
         ("eps", {"lr": 1.0, "eps": float("inf")}),
         ("dampening", {"lr": 1.0, "dampening": float("nan")}),
+        ("momentum", {"lr": 1.0, "momentum": 1.0}),  # of which there is no part
         ("nesterov", {"lr": 1.0, "nesterov": True}),
         ("nesterov", {"lr": 1.0, "nesterov": True, "momentum": 0.9, "dampening": 0.1}),
     ],

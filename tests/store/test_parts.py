@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pyps.errors import InvalidArgument
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState
 from pyps.store.store import Store
@@ -184,3 +185,13 @@ def test_softsync_takes_the_part_that_its_gradients_are() -> None:
         assert weights(first).tolist() == [-2.0 * 2 * 0.5] * 2
         for store in stores[1:]:
             store.close()
+
+
+@pytest.mark.parametrize("given", [{"momentum": 1.0 - 1e-9}, {"betas": (1.0 - 1e-9, 0.9)}])
+def test_what_is_1_in_the_stores_precision_is_refused(given: dict[str, object]) -> None:
+    """A part of a step divides by what is left to 1: all parameters became NaN."""
+    hyper = Hyper(lr=0.1, **given)  # type: ignore[arg-type]
+    with store_of(Optimizer.MOMENTUM, np.zeros(4)) as store:
+        with pytest.raises(InvalidArgument, match=r"hyper\[0\]: found .* 1, .*; expected 0 to below 1"):
+            push(store, 4, np.ones(4), hyper)
+        assert (weights(store) == 0.0).all()
