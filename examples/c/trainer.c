@@ -6,6 +6,7 @@
  */
 #include <math.h>
 #include <pyps.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +20,13 @@ static void must(int rc, const char *what) {
     if (rc == PYPS_OK) return;
     fprintf(stderr, "%s: %s: %s\n", what, pyps_error_name(rc), pyps_error_message());
     exit(1);
+}
+
+/* Whether the worker is still in the run. One that was too late for the others rejoins: its samples went back. */
+static bool in_time(pyps_store *store, int rc, const char *what) {
+    if (rc == PYPS_EFENCED) must(pyps_rejoin(store), "rejoin");
+    else must(rc, what);
+    return rc == PYPS_OK;
 }
 
 static struct data read_data(const char *path) {
@@ -49,8 +57,8 @@ static void add_gradient(const struct data *d, const float *sample, const float 
 static void step(pyps_store *store, const struct data *d, const pyps_claim *claim, float *weights) {
     uint64_t version;
     uint32_t staging;
-    must(pyps_pull(store, weights, &version), "pull");
-    must(pyps_stage(store, -1, &staging), "stage");
+    if (!in_time(store, pyps_pull(store, weights, &version), "pull")) return;
+    if (!in_time(store, pyps_stage(store, -1, &staging), "stage")) return;
     float *gradient = pyps_staging(store, staging);
     memset(gradient, 0, (size_t)(d->columns + 1) * sizeof *gradient);
     for (uint64_t i = 0; i < claim->count; i++) {
@@ -66,8 +74,7 @@ static void step(pyps_store *store, const struct data *d, const pyps_claim *clai
                            .hyper = &hyper};
     pyps_push_result result;
     int rc = pyps_push(store, &push, &result);
-    if (rc == PYPS_EFENCED) must(pyps_rejoin(store), "rejoin"); /* too late: this gradient is dropped */
-    else if (rc != PYPS_EREJECTED) must(rc, "push");
+    if (rc != PYPS_EREJECTED) in_time(store, rc, "push");
 }
 
 int main(int argc, char **argv) {
@@ -92,8 +99,7 @@ int main(int argc, char **argv) {
         pyps_claim claim;
         int rc = pyps_start(store, -1, &claim);
         if (rc == PYPS_EEND) break;
-        must(rc, "start");
-        step(store, &data, &claim, weights);
+        if (in_time(store, rc, "start")) step(store, &data, &claim, weights);
     }
     printf("rank %s: %u steps\n", argv[3], steps);
     must(pyps_close(store), "close");

@@ -77,9 +77,8 @@ void step(pyps_store *store, const Data &data, const pyps_claim &claim, std::vec
     pyps_push_result result{};
     std::uint64_t version = 0;
     const int code = pyps_exchange(store, &push, weights.data(), &result, &version);
-    if (code == PYPS_EFENCED) must(pyps_rejoin(store), "rejoin");
-    else if (code != PYPS_EREJECTED) must(code, "exchange");
-    if (code != PYPS_OK) must(pyps_pull(store, weights.data(), &version), "pull");
+    if (code != PYPS_EREJECTED) must(code, "exchange");
+    else must(pyps_pull(store, weights.data(), &version), "pull");
 }
 
 int train(const std::string &name, const Data &data, int rank) {
@@ -91,11 +90,17 @@ int train(const std::string &name, const Data &data, int rank) {
     must(pyps_join(store.get(), PYPS_WORKER, rank, nullptr), "join");
     must(pyps_pull(store.get(), weights.data(), &version), "pull");
     for (int steps = 0;; steps++) {
-        pyps_claim claim{};
-        const int code = pyps_start(store.get(), -1, &claim);
-        if (code == PYPS_EEND) return steps;
-        must(code, "start");
-        step(store.get(), data, claim, weights);
+        try {
+            pyps_claim claim{};
+            const int code = pyps_start(store.get(), -1, &claim);
+            if (code == PYPS_EEND) return steps;
+            must(code, "start");
+            step(store.get(), data, claim, weights);
+        } catch (const Error &error) {  // too late for the others: its samples went back
+            if (error.code != PYPS_EFENCED) throw;
+            must(pyps_rejoin(store.get()), "rejoin");
+            must(pyps_pull(store.get(), weights.data(), &version), "pull");
+        }
     }
 }
 

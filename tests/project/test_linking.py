@@ -9,10 +9,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from pyps import native
+from pyps import BSP, Hyper, Store, native
+from pyps.errors import Ended, Fenced, TimedOut
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test builds the wheel
 
@@ -84,6 +87,56 @@ def test_the_examples_train(
     said = run(environment, sys.executable, train, "--trainer", str(folder / "trainer"), "--policy", policy)
     assert re.search(rf"20000 samples under {policy}: 9[5-9]\.\d%", said)
     assert not list(shm.iterdir())
+
+
+LATE = """
+#undef pyps_pull
+#include <pyps.h>
+#include <unistd.h>
+
+int late_pull(pyps_store *store, float *weights, uint64_t *version);
+int late_pull(pyps_store *store, float *weights, uint64_t *version) {
+    static int calls;
+    if (calls++ == 1) usleep(1000000);
+    return pyps_pull(store, weights, version);
+}
+"""
+
+
+def test_an_example_that_was_too_late_rejoins(
+    environment: dict[str, str], shm: Path, tmp_path: Path
+) -> None:
+    """It was fenced after its claim, before its pull."""
+    program, late, data = (str(tmp_path / name) for name in ("trainer", "late.c", "data"))
+    Path(late).write_text(LATE)
+    Path(data).write_bytes(np.array([4, 1], np.int32).tobytes() + bytes(4 * 2 * 4))
+    flags = ask(environment, "--cflags", "--libs")
+    source = str(ROOT / "examples" / "c" / "trainer.c")
+    run(environment, "cc", "-Dpyps_pull=late_pull", source, late, *flags, "-lm", "-o", program)
+    options: dict[str, Any] = {"batches": [2, 2], "policy": BSP(round_timeout_seconds=0.5), "samples": 24}
+    with Store.create("late", {"weights": np.zeros(1), "bias": np.zeros(1)}, **options) as store:
+        store.join(0)
+        command, env = [program, "late", data, "1"], {**environment, "PYPS_SHM_DIR": str(shm)}
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as trainer:
+            push_to_the_end(store)
+            _, said = trainer.communicate(timeout=60)
+        assert (trainer.returncode, said) == (0, "")
+
+
+def push_to_the_end(store: Store) -> None:
+    """Steps of a gradient of zero, while there are samples."""
+    zeros = np.zeros(store.layout.flat_elements, np.float32)
+    while True:
+        try:
+            claim = store.start()
+            store.pull()
+            store.push(None, claim.count, Hyper(lr=0.1), gradient=zeros)
+        except TimedOut:  # the trainer begins
+            continue
+        except Fenced:
+            store.rejoin()
+        except Ended:
+            return
 
 
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="needs pkg-config")

@@ -187,10 +187,10 @@ def test_softsync_takes_the_part_that_its_gradients_are() -> None:
             store.close()
 
 
-@pytest.mark.parametrize("given", [{"momentum": 1.0 - 1e-9}, {"betas": (1.0 - 1e-9, 0.9)}])
-def test_what_is_1_in_the_stores_precision_is_refused(given: dict[str, object]) -> None:
+@pytest.mark.parametrize("constants", [{"momentum": 1.0 - 1e-9}, {"betas": (1.0 - 1e-9, 0.9)}])
+def test_what_is_1_in_the_stores_precision_is_refused(constants: dict[str, object]) -> None:
     """A part of a step divides by what is left to 1: all parameters became NaN."""
-    hyper = Hyper(lr=0.1, **given)  # type: ignore[arg-type]
+    hyper = Hyper(lr=0.1, **constants)  # type: ignore[arg-type]
     with store_of(Optimizer.MOMENTUM, np.zeros(4)) as store:
         with pytest.raises(InvalidArgument, match=r"hyper\[0\]: found .* 1, .*; expected 0 to below 1"):
             push(store, 4, np.ones(4), hyper)
