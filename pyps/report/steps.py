@@ -20,6 +20,7 @@ PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
 CURVE_POINTS = 200
 ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
 ABSENT_SECONDS = 0.5  # and no shorter one
+WAITS_FOR_SOME = ("backup", "quorum", "softsync")  # policies whose rounds are not of all ranks
 NonNegative = Annotated[int, Meta(ge=0)]
 
 
@@ -136,9 +137,11 @@ def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossP
     return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]
 
 
-def short_rounds(records: Sequence[StepRecord], global_batch: int) -> int | None:
-    """Rounds of fewer samples than a global batch; None where every version has one source."""
-    if not any(r.sources > 1 for r in records):
+def short_rounds(records: Sequence[StepRecord], global_batch: int, policy: str) -> int | None:
+    """Rounds of fewer samples than a global batch; None where every version has one source, or the policy does
+    not wait for all.
+    """
+    if policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in records):
         return None
     samples = [count for _, (_, count) in sorted(version_times(records).items())]
     return sum(count < global_batch for count in samples[:-1])

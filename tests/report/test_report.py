@@ -123,6 +123,17 @@ def test_a_gradient_that_softsync_collects_is_of_the_version_made_next() -> None
     assert [point.samples for point in report.loss] == [B * (k + 1) for k in range(6)]
 
 
+@pytest.mark.parametrize(
+    ("policy", "short"), [("bsp", 1), ("hps", 1), ("backup", None), ("quorum", None), ("softsync", None)]
+)
+def test_a_round_is_short_where_it_waits_for_all(policy: str, short: int | None) -> None:
+    """Rank 1 is not in the second of three rounds."""
+    records = [record(rank, k + 1, k + 1, 2.0 * k, sources=2) for k in range(3) for rank in (0, 1)]
+    del records[3]
+    setup = msgspec.structs.replace(SETUP, policy=policy)
+    assert make_report(setup, records, [], StoreTotals(), "finished").short_rounds == short
+
+
 def test_skipped_and_rejected_steps_are_not_in_the_versions() -> None:
     records = [
         *rounds(2),
