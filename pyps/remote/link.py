@@ -173,26 +173,26 @@ class LinkBackend(Away):
         whole, trained = self._values(request), self.layout.trained_elements
         codec, scale, counts = request.encoding.codec, request.scale, NO_COUNTS
         numbers: tuple[NDArray[Any], ...] = (whole,)
+        if request.samples and codec is not Codec.F32:
+            check_finite(request, self._without_gaps(request)[trained:])  # the averaged ones
         if request.encoded and request.gradient is not None:
             numbers = (request.gradient, whole[trained:])
         elif request.samples and codec is not Codec.F32:
             (codes,), counts = self._encode(self._without_gaps(request), request, [(0, trained)])
             numbers, scale = (codes, whole[trained:]), 1.0
         elif request.samples:
-            check_finite(request, self._without_gaps(request)[:trained])
+            check_finite(request, self._without_gaps(request))
         return self._header(request, scale), numbers if request.samples else (), counts
 
     def _of_ranges(self, request: PushRequest, ranges: Ranges) -> tuple[NDArray[Any], ...]:
         """The ranges of a push, and the gradient there."""
-        trained = self.layout.trained_elements
         if request.encoding.codec is not Codec.F32:
             found = f"codec: found {request.encoding.codec.name} with ranges"
             raise InvalidArgument("push", f"{found}; expected F32")
         if not request.samples:
             return ()
         values = packed(self._values(request), ranges) if request.gradient is None else request.gradient
-        size = int(np.minimum(ranges.sum(axis=1), trained).sum() - np.minimum(ranges[:, 0], trained).sum())
-        check_finite(request, values[:size])
+        check_finite(request, values)
         return ranges, values
 
 

@@ -215,12 +215,12 @@ class ShardStore:
     def _check_finite(self, header: PushHeader, numbers: NDArray[np.uint8]) -> None:
         """Raise NotFinite now, where the push can still be refused everywhere."""
         codec, averaged = header.encoding.codec, 4 * self.layout.averaged_elements
-        trained = numbers[: numbers.size - averaged]
-        finite = [np.isfinite(numbers[numbers.size - averaged :].view(np.float32))]
+        trained, refuses = numbers[: numbers.size - averaged], header.encoding.nonfinite == "error"
+        finite = [np.isfinite(numbers[numbers.size - averaged :].view(np.float32))] if refuses else []
         if codec in SCALE_BLOCK:
             scales = -(-self.layout.trained_elements // SCALE_BLOCK[codec])
             finite.append(np.isfinite(trained[trained.size - 4 * scales :].view(np.float32)))
-        elif codec is Codec.F32 and header.encoding.nonfinite == "error":
+        elif codec is Codec.F32 and refuses:
             finite.append(np.isfinite(trained.view(np.float32)))
         elif codec is Codec.F16:
             finite.append(np.isfinite(trained.view(np.float16)))

@@ -389,19 +389,20 @@ class ShardedBackend(Away):
             )
         if not request.samples:
             return self._header(request, request.scale), [], NO_COUNTS
-        whole, shards, codec = self._values(request), self._cut.shards, request.encoding.codec
+        whole, shards, codec = self._without_gaps(request), self._cut.shards, request.encoding.codec
         averaged = [whole[s.first + s.trained : s.first + s.elements] for s in shards]
         counts, scale = NO_COUNTS, request.scale
+        if codec is not Codec.F32:
+            check_finite(request, whole[self.layout.trained_elements :])  # the averaged ones
         if request.encoded and request.gradient is not None:
             codes = split_codes(request.gradient, codec, shards)
         elif codec is not Codec.F32:
             trained = [(shard.first, shard.trained) for shard in shards]
-            codes, counts = self._encode(self._without_gaps(request), request, trained)
+            codes, counts = self._encode(whole, request, trained)
             scale = 1.0
         else:
-            values = self._without_gaps(request)
-            check_finite(request, values)
-            return self._header(request, scale), [(shard.of(values),) for shard in shards], counts
+            check_finite(request, whole)
+            return self._header(request, scale), [(shard.of(whole),) for shard in shards], counts
         return self._header(request, scale), list(zip(codes, averaged, strict=True)), counts
 
     def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:

@@ -45,15 +45,17 @@ from pyps.errors import (
 )
 from pyps.formats.events import Undone, read_undone
 from pyps.native.state import StoreState
-from pyps.native.values import Hyper, PushRequest, PushResult
+from pyps.native.transfer import TransferRequest
+from pyps.native.values import Encoding, Hyper, PushRequest, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
 from pyps.shards.verbs import COMMIT
 from pyps.store import Store
-from pyps.store.codec import fed_back
+from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import policy_named
 from pyps.store.segments import remove_all
+from pyps.store.staging import push_request
 from pyps.worker.attach import inspect, open_or_create
 from pyps.worker.settings import Settings
 
@@ -228,6 +230,32 @@ def test_a_server_looks_at_halves_once(shm: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(NotFinite):
             store.push(staging, claim.count, ONE, encoding="bf16", gradient=codes.view(np.uint8))
         assert len(looked) == 1
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("codec", ["f32", "int8"])
+def test_an_average_that_is_not_finite_is_refused_before_it_is_sent(
+    shm: Path, servers: int, codec: str
+) -> None:
+    """A worker skips such a step; behind a transfer that has failed none counts. Or it leaves what is there."""
+    tensors = {"a": np.zeros(2100), "mean": np.ones(1500)}
+    with (
+        serving(servers) as (address, _),
+        make(address, tensors=tensors, groups={"mean": 1}, averaged=["mean"]) as store,
+    ):
+        store.join(0)
+        claim, staging = store.start(), store.stage()
+        staging["a"][:], staging["mean"][:] = -1.0, 3.0
+        staging["mean"][7] = np.nan
+        sent = store.traffic.sent
+        request = push_request(staging, claim.count, ONE, groups=2, encoding=codec)
+        with pytest.raises(NotFinite):
+            store.begin_transfer(TransferRequest(request))
+        assert store.traffic.sent == sent
+        skips = Encoding(as_codec(codec), nonfinite="skip")
+        assert store.push(staging, claim.count, ONE, encoding=skips).version == 1
+        mean = store.views(store.pull()[0])["mean"]
+        assert mean[6:9].tolist() == [3.0, 1.0, 3.0]
 
 
 def test_a_nan_in_one_part_refuses_the_push_at_every_server(
