@@ -15,7 +15,7 @@ import pyps
 from pyps.errors import InputError
 from pyps.formats.records import read_run
 from pyps.worker.loop import Worker
-from pyps.worker.position import RunPosition, RunSchedule
+from pyps.worker.position import RunPosition, RunSchedule, warn_of_other_constants
 
 pytestmark = pytest.mark.usefixtures("shm")
 Scheduler = schedulers.LRScheduler
@@ -182,6 +182,13 @@ def test_a_worker_with_other_constants_and_no_schedule_warns_once(tmp_path: Any)
         ) as caught:
             run_part("step", make_model(), 1, tmp_path, scheduled=False)
         assert len(caught) == 1
+
+
+def test_other_betas_are_said_as_well() -> None:
+    mine, theirs = pyps.Hyper(lr=0.1, betas=(0.9, 0.99)), pyps.Hyper(lr=0.1)
+    said = r"is trained with betas 0\.9, 0\.999; this worker begins with 0\.9, 0\.99;"
+    with pytest.warns(UserWarning, match=said):
+        warn_of_other_constants("run", 5, [mine], [theirs])
 
 
 def test_a_round_does_not_take_the_constants_of_a_worker_that_began_again() -> None:
