@@ -1,10 +1,20 @@
 /* journal.c: appends the events that a handle commits to a journal file (policy/journal.h). */
 #include <errno.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include "policy/journal.h"
 #include "store/store.h"
+
+/* A full disk may take a part of an entry: it goes, or what others append once there is room would be read as its
+ * rest. Unless another entry has come after it. */
+static void take_back(int fd, ssize_t written) {
+    off_t end = lseek(fd, 0, SEEK_CUR);
+    struct stat status;
+    if (written > 0 && !fstat(fd, &status) && status.st_size == end && ftruncate(fd, end - written)) return;
+}
 
 static int put(int fd, struct journal_entry *entry, const void *more, size_t bytes) {
     static const uint8_t padding[8];
@@ -15,7 +25,10 @@ static int put(int fd, struct journal_entry *entry, const void *more, size_t byt
     ssize_t rc;
     do rc = writev(fd, parts, 3);
     while (rc < 0 && errno == EINTR);
-    return rc == (ssize_t)entry->bytes ? PYPS_OK : fail(PYPS_ESYS, "journal: writing: %s", strerror(errno));
+    if (rc == (ssize_t)entry->bytes) return PYPS_OK;
+    int error = rc < 0 ? errno : ENOSPC;
+    take_back(fd, rc);
+    return fail(PYPS_ESYS, "journal: writing: %s", strerror(error));
 }
 
 /* A full disk ends the journal, not the training: a replay then lacks the later events. So does a descriptor that leads

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +107,28 @@ def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
     assert replay(journal).missing_events > 0
     journal.write_bytes(data[:-3])  # the last entry, cut short
     assert replay(journal).differences == 0
+
+
+def test_a_disk_that_was_full_for_a_while_leaves_whole_entries(shm: Path, tmp_path: Path) -> None:
+    """What the other worker appends once there is room is not taken for the rest of half an entry."""
+    journal, before = tmp_path / "journal", resource.getrlimit(resource.RLIMIT_FSIZE)
+    options: dict[str, Any] = {"batches": [4, 4], "policy": "asp"}
+    with pyps.Store.create("full", {"w": np.zeros(64)}, **options) as one, pyps.Store.open("full") as two:
+        for rank, store in enumerate((one, two)):
+            store.journal(journal)
+            store.join(rank)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 40, before[1]))
+        try:
+            one.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        size = journal.stat().st_size
+        two.start()
+        two.pull()
+    assert entries(journal.read_bytes())[-1] >= size
+    again = replay(journal)
+    assert again.differences == 0
+    assert again.missing_events > 0
 
 
 def test_no_file_is_trusted(tmp_path: Path, shm: Path) -> None:
