@@ -16,7 +16,8 @@ static void take_back(int fd, ssize_t written) {
     if (written > 0 && !fstat(fd, &status) && status.st_size == end && ftruncate(fd, end - written)) return;
 }
 
-static int put(int fd, struct journal_entry *entry, const void *more, size_t bytes) {
+/* False, and errno: not all of it is there. */
+static bool put(int fd, struct journal_entry *entry, const void *more, size_t bytes) {
     static const uint8_t padding[8];
     size_t odd = -(sizeof *entry + bytes) & 7;
     struct iovec parts[] = {
@@ -25,10 +26,11 @@ static int put(int fd, struct journal_entry *entry, const void *more, size_t byt
     ssize_t rc;
     do rc = writev(fd, parts, 3);
     while (rc < 0 && errno == EINTR);
-    if (rc == (ssize_t)entry->bytes) return PYPS_OK;
+    if (rc == (ssize_t)entry->bytes) return true;
     int error = rc < 0 ? errno : ENOSPC;
     take_back(fd, rc);
-    return fail(PYPS_ESYS, "journal: writing: %s", strerror(error));
+    errno = error;
+    return false;
 }
 
 /* A full disk ends the journal, not the training: a replay then lacks the later events. So does a descriptor that leads
@@ -46,12 +48,13 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     entry.digest = verdict == STEP_COMMIT ? journal_digest(v) : 0;
     const void *more = e->kind == EVENT_SCHEDULE ? (const void *)e->turns : e->batches;
     size_t each = e->kind == EVENT_SCHEDULE ? sizeof *e->turns : sizeof *e->batches;
-    if (put(s->journal, &entry, more, more ? e->count * each : 0)) journal_close(s);
+    if (!put(s->journal, &entry, more, more ? e->count * each : 0)) journal_close(s);
 }
 
 int journal_view(const pyps_store *s, const struct view *v) {
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
     entry.sequence = v->sequence, entry.digest = journal_digest(v);
-    return put(s->journal, &entry, v, view_used_bytes(v));
+    if (put(s->journal, &entry, v, view_used_bytes(v))) return PYPS_OK;
+    return fail(PYPS_ESYS, "journal: writing: %s", strerror(errno));
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pyps
-from pyps.errors import Ended, PushRejected, SegmentCorrupt, SegmentNotFound, StoreError
+from pyps.errors import Ended, InvalidArgument, PushRejected, SegmentCorrupt, SegmentNotFound, StoreError
 from pyps.native.decisions import Advice
 from pyps.native.values import Hyper
 from pyps.simulate import replay
@@ -110,16 +110,20 @@ def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_was_full_for_a_while_leaves_whole_entries(shm: Path, tmp_path: Path) -> None:
-    """What the other worker appends once there is room is not taken for the rest of half an entry."""
+    """What the other worker appends once there is room is not taken for the rest of half an entry. A refusal
+    that is not written is the same refusal.
+    """
     journal, before = tmp_path / "journal", resource.getrlimit(resource.RLIMIT_FSIZE)
     options: dict[str, Any] = {"batches": [4, 4], "policy": "asp"}
     with pyps.Store.create("full", {"w": np.zeros(64)}, **options) as one, pyps.Store.open("full") as two:
         for rank, store in enumerate((one, two)):
             store.journal(journal)
             store.join(rank)
+        one.start()
         resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 40, before[1]))
         try:
-            one.start()
+            with pytest.raises(InvalidArgument, match="samples: found 9"):
+                one.push(one.stage(), 9, Hyper(lr=1.0))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         size = journal.stat().st_size
