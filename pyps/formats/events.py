@@ -16,7 +16,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats.files import open_plain
-from pyps.formats.records import LineReader, append_whole
+from pyps.formats.records import LineReader, append_whole, drop_half_line
 
 EVENTS = "run.jsonl"
 UNDONE = "undone.jsonl"
@@ -77,8 +77,7 @@ class EventLog:
             raise InputError(
                 str(path.parent), "", found, "a folder without one, or wait for its end"
             ) from None
-        whole = path.read_bytes().rpartition(b"\n")
-        self._file.truncate(len(whole[0]) + len(whole[1]))  # not behind a line that a kill has cut
+        drop_half_line(path)
         self.events: list[RunEvent] = []
         self.read_again()
 

@@ -117,6 +117,13 @@ def append_whole(file: FileIO, data: bytes) -> bool:
     return False
 
 
+def drop_half_line(path: Path) -> None:
+    """Cut what a kill has left of a last line: what is appended would be read as its rest. Needs no room."""
+    whole, newline, half = path.read_bytes().rpartition(b"\n")
+    if half:
+        os.truncate(path, len(whole) + len(newline))
+
+
 class RecordWriter:
     """Appends records to a file; each line reaches the kernel in one write, so a kill loses at most one.
 
@@ -127,6 +134,7 @@ class RecordWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._warned = path, False
         self.file = path.open("ab", buffering=0)
+        drop_half_line(path)  # of an earlier process with this pid, as in a container
         self._encoder = msgspec.json.Encoder()
 
     def write(self, record: StepRecord) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pyps.errors import InputError
-from pyps.formats.records import LineReader, append_whole
+from pyps.formats.records import LineReader, append_whole, drop_half_line
 from pyps.native.status import MemberState
 from pyps.native.values import Role
 from pyps.store.store import Store
@@ -85,6 +85,7 @@ class Epochs:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
+            drop_half_line(self._path)
             if self._known() < epoch:
                 done = Epoch(epoch, self._rank, self._call(epoch))
                 append_whole(file, msgspec.json.encode(done) + b"\n")

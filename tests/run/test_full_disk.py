@@ -61,6 +61,17 @@ def test_records_are_left_out_with_one_warning(tmp_path: Path) -> None:
     assert len(read_run(tmp_path)) == 1
 
 
+def test_a_line_that_a_kill_has_cut_is_not_continued(tmp_path: Path) -> None:
+    """By the rank's next process, which in a container may have the same pid."""
+    record, path = make_record(0, 1, 4, [("compute", 0.0, 1.0)]), record_path(tmp_path, 0, 1)
+    with RecordWriter(path) as writer:
+        writer.write(record)
+        writer.file.write(b'{"rank":0,"pi')
+    with RecordWriter(path) as again:
+        again.write(record)
+    assert len(read_run(tmp_path)) == 2
+
+
 class EndsWith(Launcher):
     """A launcher of no process, whose run ends with `error`."""
 

@@ -96,6 +96,14 @@ def test_the_next_rank_takes_over_from_a_dead_one(tmp_path: Path) -> None:
     assert second.at(2 * LENGTH + B) == [1]
 
 
+def test_a_line_that_a_kill_has_cut_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / EPOCHS).write_text('{"epoch":1,"rank":1,"version":1}\n{"epoch":')
+    rank = Rank(FakeStore(), 0, tmp_path)
+    for samples in (0, 2 * LENGTH, 3 * LENGTH):
+        rank.at(samples)
+    assert rank.seen == [2, 3]
+
+
 def test_a_resumed_run_waits_for_the_end_of_its_epoch(tmp_path: Path) -> None:
     resumed = Rank(FakeStore(), 0, tmp_path)
     assert resumed.at(LENGTH + 3 * B) == []
