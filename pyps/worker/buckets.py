@@ -133,6 +133,8 @@ class GradientBuckets:
         """Begin a new gradient. to: [elements] in host memory, where it goes without a codec."""
         self.forget()
         self._to, self._eager = to, False
+        if self._residuals is not None:  # that of a step which was given up: no push of it ended
+            self._residual.cancel()
         self._residuals = self._residual.begin() if self.codec is not None else None
 
     def last_backward(self, scale: float = 1.0) -> None:
@@ -183,6 +185,7 @@ class GradientBuckets:
     def commit_residual(self, admitted: bool) -> None:
         """Commit the new residual if the push was admitted; otherwise keep the old one."""
         self._residual.commit(admitted)
+        self._residuals = None
 
     def close(self) -> None:
         """Forget the parameters."""

@@ -82,8 +82,11 @@ def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4])
 @pytest.mark.parametrize("size", [256, 1024, 1 << 21])
-def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> None:
-    """With error feedback over steps, one of which is not admitted, and a scale that changes in the end."""
+@pytest.mark.parametrize("pushed", [True, False])
+def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int, pushed: bool) -> None:
+    """With error feedback over steps, one of which is not admitted, or was given up before its push, and a scale
+    that changes in the end.
+    """
     parameters = layers()
     buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), codec, size=size)
     residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
@@ -101,7 +104,8 @@ def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int) -> 
             residual_out=left,
         )
         np.testing.assert_array_equal(buckets.codes, expected)
-        buckets.commit_residual(admitted=step != 1)
+        if pushed or step != 1:
+            buckets.commit_residual(admitted=step != 1)
         if step != 1:
             residual, left = left, residual
         with torch.no_grad():
