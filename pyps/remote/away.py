@@ -235,7 +235,9 @@ class Away:
         spans = spans_of(began, pushed, self._compute_began, result)
         return Transferred(result, reply.claims, reply.version, spans)
 
-    def _header(self, request: PushRequest, scale: float) -> PushHeader:
+    def _header(self, request: PushRequest) -> PushHeader:
+        """What goes ahead of a push. Before it is encoded, which is no computing. Raises InvalidArgument."""
+        scale = 1.0 if _is_encoded_here(request) else request.scale  # the codes are of the scaled gradient
         timeout = None if request.timeout is None else bounded(native.timeout_seconds(request.timeout))
         how = Encoding(request.encoding.codec, nonfinite=request.encoding.nonfinite)
         seconds = request.compute_seconds or time.monotonic() - self._compute_began
@@ -297,10 +299,13 @@ def counted(result: PushResult, counts: EncodeCounts) -> PushResult:
     return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
 
 
+def _is_encoded_here(request: PushRequest) -> bool:
+    given = request.encoded and request.gradient is not None
+    return request.samples > 0 and not given and request.encoding.codec is not Codec.F32
+
+
 def _keeps_residual(request: PushRequest) -> bool:
-    """Whether codes of it are made here, with error feedback."""
-    how, made_here = request.encoding, request.samples > 0 and not request.encoded
-    return made_here and how.codec is not Codec.F32 and how.error_feedback
+    return _is_encoded_here(request) and request.encoding.error_feedback
 
 
 def check_finite(request: PushRequest, values: NDArray[Any]) -> None:

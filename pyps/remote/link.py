@@ -168,10 +168,11 @@ class LinkBackend(Away):
         Raises NotFinite, InvalidArgument.
         """
         self._check_staged(request.staging)
+        header = self._header(request)
         if request.ranges is not None:
-            return self._header(request, request.scale), self._of_ranges(request, request.ranges), NO_COUNTS
+            return header, self._of_ranges(request, request.ranges), NO_COUNTS
         whole, trained = self._values(request), self.layout.trained_elements
-        codec, scale, counts = request.encoding.codec, request.scale, NO_COUNTS
+        codec, counts = request.encoding.codec, NO_COUNTS
         numbers: tuple[NDArray[Any], ...] = (whole,)
         if request.samples and codec is not Codec.F32:
             check_finite(request, self._without_gaps(request)[trained:])  # the averaged ones
@@ -179,10 +180,10 @@ class LinkBackend(Away):
             numbers = (request.gradient, whole[trained:])
         elif request.samples and codec is not Codec.F32:
             (codes,), counts = self._encode(self._without_gaps(request), request, [(0, trained)])
-            numbers, scale = (codes, whole[trained:]), 1.0
+            numbers = (codes, whole[trained:])
         elif request.samples:
             check_finite(request, self._without_gaps(request))
-        return self._header(request, scale), numbers if request.samples else (), counts
+        return header, numbers if request.samples else (), counts
 
     def _of_ranges(self, request: PushRequest, ranges: Ranges) -> tuple[NDArray[Any], ...]:
         """The ranges of a push, and the gradient there."""

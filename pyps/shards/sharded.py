@@ -387,11 +387,11 @@ class ShardedBackend(Away):
             raise InvalidArgument(
                 "push", f"clip_norm: found {max(h.clip_norm for h in request.hyper)}; {expected}"
             )
+        header, counts = self._header(request), NO_COUNTS
         if not request.samples:
-            return self._header(request, request.scale), [], NO_COUNTS
+            return header, [], counts
         whole, shards, codec = self._without_gaps(request), self._cut.shards, request.encoding.codec
         averaged = [whole[s.first + s.trained : s.first + s.elements] for s in shards]
-        counts, scale = NO_COUNTS, request.scale
         if codec is not Codec.F32:
             check_finite(request, whole[self.layout.trained_elements :])  # the averaged ones
         if request.encoded and request.gradient is not None:
@@ -399,11 +399,10 @@ class ShardedBackend(Away):
         elif codec is not Codec.F32:
             trained = [(shard.first, shard.trained) for shard in shards]
             codes, counts = self._encode(whole, request, trained)
-            scale = 1.0
         else:
             check_finite(request, whole)
-            return self._header(request, scale), [(shard.of(whole),) for shard in shards], counts
-        return self._header(request, scale), list(zip(codes, averaged, strict=True)), counts
+            return header, [(shard.of(whole),) for shard in shards], counts
+        return header, list(zip(codes, averaged, strict=True)), counts
 
     def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
         return self._pin(LogKind.PIN_ALL, lambda tag: self._read(tag, out, state, steps, timeout))

@@ -39,7 +39,7 @@ from pyps.native.values import Codec, Encoding, Hyper, PushRequest, PushResult, 
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
-from pyps.store import Store
+from pyps.store import Store, codec
 from pyps.store.staging import push_request
 
 PYPS = str(Path(sys.executable).parent / "pyps")
@@ -385,7 +385,7 @@ def pair(linked: bool) -> Iterator[tuple[Store, Store]]:
         yield store, other
 
 
-@pytest.mark.parametrize("then", ["start", "rejoin", "leave", "transfer"])
+@pytest.mark.parametrize("then", ["start", "rejoin", "leave", "transfer", "refused"])
 def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path, then: str) -> None:
     """It is part of that push, which counts whatever its worker does then: on a link as on this machine."""
     found = []
@@ -398,7 +398,10 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
                     one.start()
                 waits, zeros = other.stage(), store.stage()
                 waits["w"][:], zeros["w"][:] = numbers.normal(size=SIZE), 0.0
-                if k == 1:
+                if k == 1 and then == "refused":
+                    with pytest.raises(InvalidArgument, match="timeout"):
+                        other.push(waits, 4, HYPER, timeout=-1.0, encoding=how)
+                elif k == 1:
                     time_out(other, push_request(waits, 4, HYPER, timeout=0.05, groups=1, encoding=how), then)
                     store.push(zeros, 4, HYPER)
                     continue
@@ -514,6 +517,32 @@ def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server
         staging["w"][5] = np.inf
         result = far.push(staging, 4, HYPER, encoding=Encoding(Codec.INT8, nonfinite="zero"))
         assert result.nonfinite == 1
+
+
+def test_to_encode_is_no_computing(store: Store, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on this machine, where the core encodes after it has looked at the clock."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        clock.now += 100.0
+        return codec.encode(*arguments, **options)
+
+    clock = Clock()
+    monkeypatch.setattr("pyps.remote.away.time", clock)
+    monkeypatch.setattr("pyps.remote.away.encode", slow)
+    store.join(1)
+    with open_remote(server.address) as far:
+        far.join(0)
+        claim, staging = far.start(), far.stage()
+        staging["w"][:] = 1.0
+        far.push(staging, claim.count, HYPER, encoding="int8")
+        assert clock.now == 100.0
+        assert far.costs()[0].sample_seconds < 1.0
 
 
 SERVER = """
