@@ -144,7 +144,7 @@ typedef struct {
 typedef struct {
     float lr;
     float weight_decay; /* decoupled for AdamW, else L2 */
-    float momentum; /* this, beta1 and beta2: at least 0, below 1 */
+    float momentum;     /* this, beta1 and beta2: at least 0, below 1 */
     float dampening;
     float beta1;
     float beta2;

@@ -138,8 +138,8 @@ def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossP
 
 
 def short_rounds(records: Sequence[StepRecord], global_batch: int, policy: str) -> int | None:
-    """Rounds of fewer samples than a global batch; None where every version has one source, or the policy does
-    not wait for all.
+    """Rounds of fewer samples than a global batch; None where every version has one source, or the policy
+    does not wait for all.
     """
     if policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in records):
         return None

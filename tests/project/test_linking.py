@@ -103,9 +103,7 @@ int late_pull(pyps_store *store, float *weights, uint64_t *version) {
 """
 
 
-def test_an_example_that_was_too_late_rejoins(
-    environment: dict[str, str], shm: Path, tmp_path: Path
-) -> None:
+def test_an_example_that_was_too_late_rejoins(environment: dict[str, str], shm: Path, tmp_path: Path) -> None:
     """It was fenced after its claim, before its pull."""
     program, late, data = (str(tmp_path / name) for name in ("trainer", "late.c", "data"))
     Path(late).write_text(LATE)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -417,10 +418,10 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
 
 def time_out(store: Store, request: PushRequest, then: str) -> None:
     """Push into a round that does not close in time, and do not wait for it any more."""
+    out = np.empty(store.layout.flat_elements, np.float32)
+    transfer = partial(store.begin_transfer(TransferRequest(request)), out) if then == "transfer" else None
     with pytest.raises(TimedOut):
-        if then == "transfer":
-            store.begin_transfer(TransferRequest(request))(np.empty(store.layout.flat_elements, np.float32))
-        store.send(request)
+        (transfer or partial(store.send, request))()
     if then == "rejoin":
         store.rejoin()
     if then == "leave":

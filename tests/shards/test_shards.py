@@ -237,7 +237,7 @@ def test_a_server_looks_at_halves_once(shm: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_average_that_is_not_finite_is_refused_before_it_is_sent(
     shm: Path, servers: int, codec: str
 ) -> None:
-    """A worker skips such a step; behind a transfer that has failed none counts. Or it leaves what is there."""
+    """A worker skips that step; behind a transfer that failed none counts. Or it leaves what is there."""
     tensors = {"a": np.zeros(2100), "mean": np.ones(1500)}
     with (
         serving(servers) as (address, _),

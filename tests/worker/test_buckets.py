@@ -84,8 +84,8 @@ def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
 @pytest.mark.parametrize("size", [256, 1024, 1 << 21])
 @pytest.mark.parametrize("pushed", [True, False])
 def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int, pushed: bool) -> None:
-    """With error feedback over steps, one of which is not admitted, or was given up before its push, and a scale
-    that changes in the end.
+    """With error feedback over steps, one of which is not admitted, or was given up before its push, and a
+    scale that changes in the end.
     """
     parameters = layers()
     buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), codec, size=size)
