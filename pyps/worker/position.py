@@ -141,8 +141,13 @@ def warn_of_other_constants(
             here, there = getattr(own, field.name), getattr(other, field.name, None)
             if other is None or np.array_equal(np.float32(here), np.float32(there)):
                 continue
-            was, now = (", ".join(f"{number:g}" for number in np.ravel(np.float32(value))) for value in (there, here))
+            was, now = (_text(np.float32(value)) for value in (there, here))
             found = f"group {group} is trained with {field.name} {was}; this worker begins with {now}"
             hint = "with attach(..., scheduler=) its schedule goes on where the run is"
             warnings.warn(f"store {store!r}, at version {version}: {found}; {hint}", stacklevel=3)
             return
+
+
+def _text(constant: Any) -> str:
+    """Of one number, or of several, such as betas."""
+    return ", ".join(f"{number:g}" for number in np.ravel(constant))
