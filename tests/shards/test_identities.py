@@ -95,7 +95,7 @@ def test_a_part_under_anothers_number_is_refused(attacked: Attacked, index: int)
 
 def test_a_commit_whose_parts_no_shard_was_sent_is_refused(attacked: Attacked) -> None:
     claim, calls = attacked.other.start(), backend(attacked.other)
-    header = calls._header(PushRequest(0, claim.count, (ONE,)), 1.0)
+    header = calls._header(PushRequest(0, claim.count, (ONE,)))
     with pytest.raises(InvalidArgument, match="receipts"):
         calls.client.call(COMMIT(CommitHeader(next(calls._numbers), header)))
     assert attacked.victim.status().version == 1
