@@ -20,7 +20,7 @@ from pyps.native.status import Member, RankCounters
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.store.activity import Activity, StoreActivity, activities, look
-from pyps.store.policies import Policy
+from pyps.store.policies import name_of
 from pyps.store.segments import segments
 from pyps.store.store import Store
 from pyps.store.stragglers import RankPace, Straggler, StragglerKind, stragglers
@@ -150,7 +150,7 @@ class StoreTop:
         return TopStore(
             name=self.name,
             run_dir=str(self._run_dir) if self._run_dir else None,
-            policy=_policy(store.layout.policy),
+            policy=name_of(store.layout.policy),
             parameters=store.layout.parameters,
             version=state.status.version,
             samples=sum(rank.samples for rank in state.ranks),
@@ -280,10 +280,6 @@ def _without_store(run_dir: Path) -> str:
     if events and events[-1].kind == "ended":
         return f"the run has ended ({events[-1].detail}; see pyps report {run_dir})"
     return f"no store: the run starts, or its launcher was killed (see pyps report {run_dir})"
-
-
-def _policy(number: int) -> str:
-    return next((name for name, kind in Policy.known.items() if kind.number == number), "custom")
 
 
 def _run_dir_of(pid: int) -> Path | None:

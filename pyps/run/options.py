@@ -92,6 +92,8 @@ def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
                 msgspec.convert(value, str if kind is Path else kind)
             except msgspec.ValidationError as error:
                 raise InputError(where, f"options.{name}", repr(value)[:60], str(error)) from None
+    if values.get("depth") is not None:  # earlier versions began runs with both, and the depth held
+        values = values | {"pipeline": None}
     return RunOptions(**values)
 
 

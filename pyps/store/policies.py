@@ -25,6 +25,7 @@ from pyps.native.decisions import NO_BOUND, PolicyContext, PolicyNeeds, PolicyPa
 Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
 Late = Literal["drop", "weigh", "auto"]
 Scaling = Literal["samples", "none"]
+CONSGD = 7  # PYPS_CONSGD, which trainers in C may write: ASP by another name
 CUSTOM = 12  # PYPS_CUSTOM
 MOST_COUNT = NO_BOUND - 1
 MOST_EXTRA = 10_000  # they are tried one by one
@@ -409,6 +410,12 @@ def register_policy(policy: Policy) -> None:
     """Register a custom policy with the core of this process."""
     if isinstance(policy, Custom):
         register_decider(policy.params().custom, policy)
+
+
+def name_of(number: int) -> str:
+    """The name of the policy that pyps.h gives this number; "custom" where only its creator knows one."""
+    names = {kind.number: name for name, kind in Policy.known.items()} | {CONSGD: "consgd"}
+    return names.get(number, Custom.name)
 
 
 def check_known(number: int, params: PolicyParams) -> None:

@@ -28,7 +28,7 @@ from pyps.native.status import WaitKind
 from pyps.native.values import Hyper
 from pyps.remote.server import Server
 from pyps.store import Store
-from pyps.store.policies import ASP
+from pyps.store.policies import ASP, name_of
 
 runner = CliRunner()
 PATIENCE_SECONDS = 30.0
@@ -151,6 +151,16 @@ def test_looking_is_no_event(pair: tuple[Store, Store]) -> None:
     before = pair[0].status()
     assert runner.invoke(app, ["--once"]).exit_code == 0
     assert pair[0].status() == before
+
+
+def test_a_policy_that_only_trainers_in_c_write(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYPS_CONSGD; one that only its creator knows is "custom"."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ASP, "number", 7)
+        store = Store.create("former", {"w": np.zeros(10)}, batches=[4], policy=ASP())
+    with store:
+        assert top("former")["policy"] == "consgd"
+    assert [name_of(number) for number in (1, 12)] == ["asp", "custom"]
 
 
 def test_over_a_link_and_with_every_slot_taken(shm: Path) -> None:

@@ -199,6 +199,10 @@ def test_a_resumed_run_may_leave_its_pipeline(
     assert [(one.pipeline, one.depth) for one in asked] == [(False, None), (None, 2), (None, 3)]
     with pytest.raises(InputError, match="depth: found 3; expected 1 with no pipeline"):
         RunOptions(samples=8, pipeline=False, depth=3).check()
+    earlier = options_to_json(begun) | {"pipeline": False}  # versions before that check: the depth held
+    went_on = options_from_json("run.json", earlier)
+    went_on.check()
+    assert (went_on.pipeline, went_on.depth) == (None, 3)
 
 
 def test_a_run_under_nohup_survives_its_terminal(shm: Path, plan: Path, tmp_path: Path) -> None:
