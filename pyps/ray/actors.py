@@ -18,6 +18,7 @@ from typing import Any
 from pyps.errors import InputError, how_to_install
 from pyps.formats.setup import SETUP_FILE
 from pyps.ray.servers import NearStore, ShardedStore, node_id
+from pyps.run.launcher import restore_signals
 from pyps.worker.settings import stored_elsewhere
 
 NOTICE_SECONDS = 1.0  # between two looks at the nodes that are drained
@@ -66,7 +67,7 @@ class RankActor:
         finally:
             trained.set()
             watch.join()
-            signal.signal(signal.SIGTERM, before)
+            restore_signals({signal.SIGTERM: before})
             gc.collect()
         return 0, ""
 

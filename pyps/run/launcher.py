@@ -140,7 +140,7 @@ class Launcher:
                 with contextlib.suppress(SegmentNotFound):  # no worker has created it
                     native.unlink(self.spec.store, force=True)
         finally:
-            _restore_signals(self._previous_handlers)
+            restore_signals(self._previous_handlers)
 
     def run(self) -> None:
         """Return when every worker has ended well. Raises TrainingFailed, Interrupted, after a checkpoint.
@@ -467,6 +467,7 @@ def _catch_signals(handler: Callable[[int, object], None]) -> dict[int, object]:
     return handlers
 
 
-def _restore_signals(handlers: Mapping[int, object]) -> None:
+def restore_signals(handlers: Mapping[int, object]) -> None:
+    """Put back what signal.signal gave; None: one that was set outside Python, which it does not take."""
     for number, handler in handlers.items():
-        signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
