@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Fit, Profile
+from pyps.formats.files import temporary_beside
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.select import fit_of
 
@@ -103,7 +104,7 @@ def describe_fit(fit: Fit) -> str:
 
 
 def _save(figure: object, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(target)
     try:
         with open(temporary, "xb") as file:
             kind = target.suffix[1:].lower()

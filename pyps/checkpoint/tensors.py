@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pyps.errors import InputError
 from pyps.formats.checkpoint import TensorFile
-from pyps.formats.files import open_plain
+from pyps.formats.files import open_plain, temporary_beside
 
 Tensors = Mapping[str, NDArray[Any]]
 RESERVED = "__metadata__"  # the file's own, in place of a tensor's name
@@ -56,7 +56,7 @@ def sync_file(path: Path) -> TensorFile:
 
 def write_whole(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
     """Write a file that appears whole or not at all. Raises InputError as write_tensors."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     try:
         write_tensors(temporary, tensors, metadata)
         os.replace(temporary, path)

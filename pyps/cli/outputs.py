@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pyps.errors import InputError
 from pyps.formats import Cluster
+from pyps.formats.files import temporary_beside
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -41,7 +42,7 @@ def check_writable(option: str, output: Path | None) -> None:
         raise InputError(option, "", f"{output}, a folder", "a file to write")
     if not output.parent.is_dir():
         raise InputError(option, "", f"no folder {output.parent}", "a file in a folder that exists")
-    probe = output.with_name(f".{output.name[:100]}.{os.getpid()}.tmp")
+    probe = temporary_beside(output)
     try:
         with open(probe, "xb"):
             probe.unlink()

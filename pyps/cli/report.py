@@ -11,6 +11,7 @@ import typer
 from pyps.cli.outputs import check_writable
 from pyps.cli.terminal import say
 from pyps.errors import InputError
+from pyps.formats.files import temporary_beside
 from pyps.report.page import make_page
 from pyps.report.run_data import load_run
 
@@ -32,7 +33,7 @@ def report_command(
     loaded = load_run(runs)
     check_writable("--output", path)
     page = make_page(loaded, path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     try:
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)

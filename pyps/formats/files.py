@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import re
+import secrets
 import select
 import stat
 import threading
@@ -28,6 +29,7 @@ from pyps.errors import InputError, one_of
 MAX_FILE_BYTES = 1 << 28
 PIPE_SECONDS = 5.0
 LONGEST_KEY = 100  # characters of an unknown key for which a like one is looked for
+LONGEST_PART = 50  # characters of a file's name in that of a temporary one: at most 200 bytes of 255
 RENAMED = {"quantum": "batch_multiple"}  # keys of earlier cluster files, for the error message
 T = TypeVar("T", bound=Struct)
 Learnt = TypeVar("Learnt")
@@ -69,17 +71,24 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise InputError(repr(str(path)), "", "a name with a NUL", "a file name")
     if target.exists() and not target.is_file():
         raise InputError(str(path), "", "something that is not a plain file", "a file name to write to")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(target)
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process: in a container pids come again
         with open(temporary, "xb", opener=_writable_by_owner) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its folder may be none
+            temporary.unlink()
         raise InputError(str(path), "", error.strerror or str(error), "a place to write to") from None
+
+
+def temporary_beside(target: Path) -> Path:
+    """A name in a file's folder that no other writer has: a thread, or a process that has the same pid on
+    another host or in another container. It is no longer than names may be, however long the file's is.
+    """
+    return target.with_name(f".{target.name[:LONGEST_PART]}.{secrets.token_hex(8)}.tmp")
 
 
 def _writable_by_owner(path: str, flags: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Plan
+from pyps.formats.files import temporary_beside
 from pyps.solver.constrained import even_batches
 from pyps.solver.milp.pareto import ParetoPoint
 
@@ -152,7 +153,7 @@ def _save(figure: Any, path: Path_) -> None:
     target = Path(path)
     if target.suffix not in ENDINGS:
         raise InputError(str(path), "", f"the ending {target.suffix!r}", f"one of {' '.join(ENDINGS)}")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(target)
     try:
         figure.savefig(temporary, format=target.suffix[1:], dpi=150)
         os.replace(temporary, target)

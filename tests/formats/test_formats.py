@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pyps.cli.outputs import check_writable
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
@@ -38,6 +39,7 @@ from pyps.formats import (
     schema,
     write_json,
 )
+from pyps.formats.files import write_bytes
 
 PROFILE = Profile(
     device=Device(name="v100"),
@@ -305,9 +307,33 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         write_json(tmp_path, PLAN)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["plan.json"]
-    (tmp_path / f".plan.json.{os.getpid()}.tmp").touch()  # of a killed process that had this pid
-    write_json(path, PLAN)
+
+
+def test_two_writers_of_one_file_have_no_temporary_file_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads; or processes with one pid on two hosts or in two containers, over a network file system."""
+    path, sync = tmp_path / "plan.json", os.fsync
+
+    def other_first(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        write_bytes(path, b"the other's")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", other_first)
+    write_bytes(path, b"mine")
+    assert path.read_bytes() == b"mine"
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
+    """In bytes: the name of the temporary file is no longer."""
+    path = tmp_path / f"{'é' * 125}.json"
+    check_writable("--output", path)
+    write_bytes(path, b"{}")
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(InputError, match="a place to write to"):
+        write_bytes(path / "plan.json", b"{}")
 
 
 def test_schemas_are_published_for_every_format() -> None:
