@@ -58,12 +58,17 @@ def shown_multiple(profile: Profile) -> int | None:
     return None
 
 
+def kept_multiple(profile: Profile, multiple: int) -> int:
+    """The multiple that a device shows, if batches that are multiples of `multiple` keep to it; else 1."""
+    shown = shown_multiple(profile) if multiple > 1 else None
+    return 1 if shown is None or multiple % shown else shown
+
+
 def at_multiple(profile: Profile, multiple: int) -> Profile:
     """The profile for batches that are multiples of `multiple`: of a device that is fast only at these, the
     sizes between say nothing of them, and are left out.
     """
-    shown = shown_multiple(profile) if multiple > 1 else None
-    if shown is None or multiple % shown:
+    if (shown := kept_multiple(profile, multiple)) == 1:
         return profile
     points = [point for point in profile.points if point.batch % shown == 0]
     return msgspec.structs.replace(profile, points=points, fit=select_fit(points))

@@ -18,7 +18,7 @@ import numpy as np
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.mode import ROUND, Pace, WorkerMode
-from pyps.profiler.multiples import at_multiple
+from pyps.profiler.multiples import at_multiple, kept_multiple
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
@@ -58,7 +58,8 @@ class PlannedRank:
     A node is planned as one rank, with the group and profile of the whole (pyps.solver.units); `one` has
     those of a rank of it. quantile: plan for this quantile of its times; None: for the job's, if that names
     one. inside_seconds: in which a node's devices reduce their gradients among themselves.
-    averaged: fp32 values of each parameter that travel with it.
+    averaged: fp32 values of each parameter that travel with it. multiple: of how many samples its
+    micro-batches are multiples, as its device is slower off these and its fit says nothing of others.
     """
 
     name: str
@@ -69,6 +70,7 @@ class PlannedRank:
     one: tuple[WorkerGroup, Profile] | None = None
     inside_seconds: float = 0.0
     averaged: int = 0
+    multiple: int = 1
 
     @property
     def one_profile(self) -> Profile:
@@ -100,11 +102,9 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
 
     profiles: one a group. Raises InputError if a fit is missing, or what the job's unit or sharding needs.
     """
-    ranks = []
-    profiles = [
-        at_multiple(profile, sample_multiple(cluster, group, profile))
-        for group, profile in zip(cluster.worker, profiles, strict=True)
-    ]
+    ranks, given = [], list(zip(cluster.worker, profiles, strict=True))
+    multiples = [kept_multiple(profile, sample_multiple(cluster, group, profile)) for group, profile in given]
+    profiles = [at_multiple(profile, each) for (_, profile), each in zip(given, multiples, strict=True)]
     parts = cluster.run.accumulation or 1
     pairs = zip(cluster.worker, profiles, strict=True)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]
@@ -121,7 +121,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
     fits = [_fit_of(group, profile) for group, profile in of_ranks]
     least = [(profile.min_batch or 1) * units_each(cluster, profile) for _, profile in of_ranks]
     groups = local_groups(cluster, at_once, [cost_of(fit) for fit in fits], least)
-    for group, (_, profile), most in zip(groups, of_ranks, at_once, strict=True):
+    for group, (_, profile), most, multiple in zip(groups, of_ranks, at_once, multiples, strict=True):
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
         assert whole.fit is not None
@@ -132,6 +132,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
             whole.fit,
             one=(group, profile),
             averaged=cluster.run.average_moments or 0,
+            multiple=multiple if multiple * units_each(cluster, profile) <= most else 1,
         )
         synchronised = cluster.sync is not None and cluster.sync.kind != "none"
         if group.ranks_each > 1 and synchronised and group.inside_bandwidth is not None:
@@ -185,7 +186,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     """
     _check_required(ranks)
     factors = factors or [1.0] * len(ranks)
-    at_once = np.array([max_batch_of(rank.group, rank.profile) for rank in ranks], np.int64)
+    at_once = np.array([most_at_once(cluster, rank) for rank in ranks], np.int64)
     repeats = np.array([rank.group.max_accumulation for rank in ranks], np.int64)
     if cluster.run.local_steps is None:
         costs = Costs.stack(_accumulated(cluster, ranks, factors, at_once.tolist()))
@@ -229,8 +230,19 @@ def _accumulated(
 
 
 def unit_of(cluster: Cluster, rank: PlannedRank) -> int:
-    """What a micro-batch of a rank has whole: samples, in the job's unit, of each rank of a node."""
-    return rank.group.ranks_each * units_each(cluster, rank.profile)
+    """What a micro-batch of a rank has whole: samples, or the multiples of them that its device needs, in the
+    job's unit, of each rank of a node.
+    """
+    return rank.group.ranks_each * units_each(cluster, rank.profile) * rank.multiple
+
+
+def most_at_once(cluster: Cluster, rank: PlannedRank) -> int:
+    """The most samples that a rank computes at once: in micro-batches, whole ones."""
+    most = max_batch_of(rank.group, rank.profile)
+    if rank.group.max_accumulation == 1 or cluster.run.local_steps is not None:
+        return most
+    unit = unit_of(cluster, rank)
+    return most // unit * unit
 
 
 def links_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[list[LinkCost]]:

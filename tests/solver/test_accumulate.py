@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_tools import profile
 
-from pyps.errors import PypsError
-from pyps.formats import Cluster, Fit, Job, Profile, WorkerGroup
+from pyps.errors import Infeasible, PypsError
+from pyps.formats import Cluster, Fit, Job, Point, Profile, WorkerGroup
+from pyps.profiler.select import select_fit
 from pyps.solver.accumulate import accumulated, best_size
 from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Floats, Line, Table
@@ -159,3 +160,24 @@ def test_the_check_enumerates_sizes_from_the_files() -> None:
 
 def problem_seconds(constrained: ConstrainedProblem, batches: list[int]) -> float:
     return evaluate(constrained, np.array(batches)).iteration_seconds
+
+
+def test_micro_batches_keep_to_the_multiple_that_a_device_needs() -> None:
+    """Off multiples of 8 it takes a fifth longer, and the fit, of multiples alone, does not say so."""
+
+    def seconds(batch: int) -> float:
+        return (0.03 + 0.001 * batch) * (1.2 if batch % 8 else 1.0)
+
+    points = [Point(batch=b, seconds=seconds(b)) for b in (16, 32, 47, 48, 64, 79, 80, 96)]
+    device = msgspec.structs.replace(profile(0.001, 0.03, 100), points=points, fit=select_fit(points))
+    group = WorkerGroup(name="g", profile="g.json", max_accumulation=3, batch_multiple=8)
+    cluster = Cluster(job=Job(global_batch=200), worker=[group])
+    (worker,) = make_plan(cluster, [device]).workers
+    assert (worker.batch, worker.micro_batch, worker.accumulation) == (200, 96, 3)
+    best = min(seconds(m) * (200 // m) + (seconds(200 % m) if 200 % m else 0.0) for m in range(67, 101))
+    assert worker.predicted_seconds == pytest.approx(best, rel=1e-3)
+    ranks = planned_ranks(cluster, [device])
+    anew = enumerated(cluster, ranks, [], planning_problem(cluster, ranks))
+    assert "same optimum" in agreement(anew, [200])
+    with pytest.raises(Infeasible, match="maxima sum to 288"):
+        make_plan(Cluster(job=Job(global_batch=296), worker=[group]), [device])
