@@ -35,7 +35,7 @@ from pyps.solver.auto_batch import BatchPoint, best_global_batch, front_over_bat
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
 from pyps.solver.costs import Floats
 from pyps.solver.job import limits_of_set
-from pyps.solver.milp.pareto import ParetoPoint, pareto_front, unbeaten
+from pyps.solver.milp.pareto import COARSE, ParetoPoint, pareto_front, unbeaten
 from pyps.solver.plan import each_rank, plan_ranks
 from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
@@ -402,17 +402,18 @@ def _checked(planned: _Planned) -> str:
 
     factors = factors_of(planned.cluster, planned.ranks)
     problem = enumerated(planned.cluster, planned.ranks, factors, planned.problem)
-    plan, price = planned.plan, needs(planned.ranks, "price_per_hour")
+    plan, price, coarse = planned.plan, needs(planned.ranks, "price_per_hour"), 0.0
     if planned.cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
         # The plan is the fastest of all that cost no more an hour.
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
-        problem = replace(problem, limits=(*problem.limits, hourly))
+        problem, coarse = replace(problem, limits=(*problem.limits, hourly)), COARSE
     if planned.cluster.job.is_bounded:  # no set of workers that costs and is preempted as little is faster
-        problem = replace(problem, limits=(*problem.limits, *limits_of_set(planned.ranks, plan)))
+        limits = (*problem.limits, *limits_of_set(planned.ranks, plan))
+        problem, coarse = replace(problem, limits=limits), COARSE
     if not problem.minimises_iteration:
         found = solve_within_limits(planned.cluster, planned.ranks, problem)
-        return agreement(problem, found.batches.tolist())
-    return agreement(problem, [worker.batch for worker in plan.workers])
+        return agreement(problem, found.batches.tolist(), coarse)
+    return agreement(problem, [worker.batch for worker in plan.workers], coarse)
 
 
 def _draw(planned: _Planned, timeline: Path | None, ring: Path | None) -> None:

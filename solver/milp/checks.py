@@ -58,18 +58,23 @@ def solve_milp(
     return found.tolist(), float(times(problem.costs, found).max())
 
 
-def agreement(constrained: ConstrainedProblem, batches: Sequence[int]) -> str:
+def agreement(constrained: ConstrainedProblem, batches: Sequence[int], coarse: float = 0.0) -> str:
     """One line confirming that HiGHS finds the same optimum. Raises PypsError if it finds a better one, or
     none.
+
+    coarse: relative: how much better one may be than batches that were searched for in such steps.
     """
     ours = evaluate(constrained, np.array(batches, np.int64)).longest_seconds
     if not constrained.has_side_constraints and constrained.sync.kind == "none":
         _, theirs = solve_milp(constrained.problem)
     else:
         theirs = solve_by_milp(constrained).longest_seconds
-    if abs(theirs - ours) > HIGHS_TOLERANCE * ours:
-        raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
-    return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
+    if abs(theirs - ours) <= HIGHS_TOLERANCE * ours:
+        return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
+    if 0 < ours - theirs <= (coarse + HIGHS_TOLERANCE) * ours and coarse:
+        found = f"HiGHS finds {theirs:.6g} s, the plan takes {ours:.6g} s"
+        return f"checked: {found}: sets of many unlike workers are searched to within {coarse:.0%}"
+    raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
 
 
 def enumerated(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from pyps.cli import main_plan
 from pyps.formats import Device, GradientNoiseRecord, ModelInfo, Point, Profile, read_plan, write_json
+from pyps.solver.constrained import ConstrainedSolution
+from pyps.solver.job import best_for_job
 
 CLUSTER = """
 [job]
@@ -200,6 +203,22 @@ def test_a_deadline_a_budget_and_the_check(shell: Shell) -> None:
     assert "same optimum" in done.out
     assert shell("cluster.toml", "--deadline", "2").code == 2
     assert shell("cluster.toml", "--target", "1e7", "--budget", "1e-3").code == 3
+
+
+def test_a_check_allows_for_the_steps_of_a_front(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of many unlike workers are searched to within 1 %."""
+
+    def coarse(*given: Any) -> ConstrainedSolution:
+        best = best_for_job(*given)
+        batches, slowest = best.batches.copy(), int(best.step_seconds.argmax())
+        other = next(k for k, batch in enumerate(batches.tolist()) if batch > 1 and k != slowest)
+        batches[[slowest, other]] += [1, -1]
+        return replace(best, batches=batches)
+
+    monkeypatch.setattr("pyps.solver.plan.best_for_job", coarse)
+    done = shell("cluster.toml", "--target", "1e7", "--deadline", "2", "--check")
+    assert done.code == 0, done.err
+    assert "searched to within 1%" in done.out
 
 
 def test_what_to_measure_next(shell: Shell) -> None:

@@ -72,6 +72,16 @@ def test_a_split_that_is_not_optimal_is_found_out() -> None:
         agreement(alone(problem), [45, 45])
 
 
+def test_a_split_of_a_coarse_search_may_be_off_by_its_step() -> None:
+    problem = Problem.of(Costs.lines([0.1, 0.1], [0.01, 0.02]), 900)
+    said = agreement(alone(problem), [601, 299], 0.01)
+    assert "HiGHS finds 6.1 s, the plan takes 6.11 s" in said
+    assert "same optimum" in agreement(alone(problem), [600, 300], 0.01)
+    for split, coarse in (([601, 299], 0.0), ([620, 280], 0.01)):
+        with pytest.raises(PypsError, match="disagrees"):
+            agreement(alone(problem), split, coarse)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_relaxation_of_cvxpy_is_ours(seed: int) -> None:
     luck = np.random.default_rng(seed)
