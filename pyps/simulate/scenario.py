@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pyps.errors import InputError
+from pyps.errors import Infeasible, InputError
 from pyps.formats import (
     Cluster,
     Fit,
@@ -29,6 +29,8 @@ from pyps.profiler.select import fitted_profile
 from pyps.simulate.clock import LinkClass, Network
 from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
+from pyps.solver.costs import Costs
+from pyps.solver.exact.minmax import Problem, solve
 from pyps.solver.links import (
     WIRE_BYTES,
     LinkSlowdown,
@@ -140,8 +142,8 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     """Read a cluster file; each worker gets the batch, codecs and the turn that the planner gives it in the
     mode of the file's [run], or an `even` share.
 
-    path: the cluster file. even: equal batches, and turns in the order of ranks. plan_path: a plan for this
-    cluster; None: plan it. Raises InputError, Infeasible.
+    path: the cluster file. even: batches as equal as their multiples allow, and turns in the order of ranks.
+    plan_path: a plan for this cluster; None: plan it. Raises InputError, Infeasible.
     """
     cluster = _readable(path)
     profiles = {group.name: fitted_profile(group.profile) for group in cluster.worker}
@@ -153,7 +155,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
             raise InputError(
                 str(path), "shared.devices", "with an even split", "groups that share no devices"
             )
-        batches = even_batches(plan.global_batch, len(batches))
+        batches = _even_batches(plan)
     local = plan.run is not None and plan.run.local_steps is not None
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
     workers = tuple(
@@ -181,6 +183,23 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )
+
+
+def _even_batches(plan: Plan) -> list[int]:
+    """The global batch split over all workers evenly: the largest batch is as small as their multiples allow.
+
+    Raises Infeasible if no such batches sum to it.
+    """
+    multiples = [worker.batch_multiple for worker in plan.workers]
+    if max(multiples) == 1:
+        return even_batches(plan.global_batch, len(multiples))
+    alike = Costs.lines(np.zeros(len(multiples)), 1.0)  # so the last to finish has the largest batch
+    problem = Problem.of(alike, plan.global_batch, batch_multiple=multiples, required=True)
+    try:
+        found: list[int] = solve(problem).batches.tolist()
+    except Infeasible as error:
+        raise Infeasible(f"an even split in batch multiples: {error.reason}", error.nearest) from None
+    return found
 
 
 def networks_of(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from pyps.cli.simulate import app
-from pyps.errors import InputError
+from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Pace, Plan, Point, Profile, read_cluster, read_profile, write_json
 from pyps.native.values import OUTER
 from pyps.profiler.select import fit_of, select_fit
@@ -118,6 +118,18 @@ def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
     assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]
     assert [(m.rank, m.kind) for m in scenario.faults] == [(1, "kill")]
     assert scenario.workers[0].cost(100) == pytest.approx(0.11)
+
+
+def test_an_even_split_keeps_to_the_batch_multiples(cluster: Path) -> None:
+    text, named = CLUSTER.replace("= 96", "= 104"), "\n[[worker]]\nname"
+    cluster.write_text(text.replace(named, "\n[[worker]]\nbatch_multiple = 8\nname"))
+    assert scenario_of(cluster, even=True).batches == (40, 32, 32)
+    cluster.write_text(text.replace(named, "\n[[worker]]\nbatch_multiple = 20\nname", 1))
+    *fast, slow = scenario_of(cluster, even=True).batches
+    assert (max(fast), sum(fast) % 20, sum(fast) + slow) == (40, 0, 104)
+    cluster.write_text(CLUSTER.replace(named, "\n[[worker]]\nbatch_multiple = 48\nname"))
+    with pytest.raises(Infeasible, match="even split in batch multiples.*sum to 144"):
+        scenario_of(cluster, even=True)
 
 
 def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -> None:
