@@ -104,6 +104,7 @@ def best_for_job(
     best: tuple[float, float] | None = None
     chosen: ConstrainedSolution | None = None
     soonest = least = math.inf
+    quickest = cheapest = (math.inf, math.inf)
     samples = job.target
 
     def too_late(solution: ConstrainedSolution) -> bool:
@@ -118,11 +119,12 @@ def best_for_job(
         paid = found.price or 0.0
         soonest = min(soonest, found.seconds if paid <= most else math.inf)
         least = min(least, paid if found.seconds <= latest else math.inf)
+        quickest, cheapest = min(quickest, (found.seconds, paid)), min(cheapest, (paid, found.seconds))
         rank = (paid, found.seconds) if job.deadline_hours is not None else (found.seconds, paid)
         if found.seconds <= latest and paid <= most and (best is None or rank < best):
             best, chosen = rank, solution
     if chosen is None:
-        raise _refusal(cluster, soonest, least)
+        raise _refusal(cluster, soonest, least, (quickest, cheapest[::-1]))
     return chosen
 
 
@@ -165,7 +167,12 @@ def _rates(ranks: Sequence[PlannedRank]) -> Floats:
     return np.array([rank.group.preemptions_per_hour * rank.group.devices for rank in ranks])
 
 
-def _refusal(cluster: Cluster, soonest: float, least: float) -> Infeasible:
+def _refusal(
+    cluster: Cluster, soonest: float, least: float, ends: tuple[tuple[float, float], tuple[float, float]]
+) -> Infeasible:
+    """soonest, least: seconds of the soonest end within the budget, and the least price by the deadline. ends:
+    seconds and price of the soonest end, and of the cheapest, whatever the job says.
+    """
     job, ways = cluster.job, []
     wanted = [f"in {job.deadline_hours:g} hours"] if job.deadline_hours is not None else []
     wanted += [f"for {job.budget:g}"] if job.budget is not None else []
@@ -173,9 +180,10 @@ def _refusal(cluster: Cluster, soonest: float, least: float) -> Infeasible:
         ways.append(f"set job.deadline_hours to {_up(soonest / HOUR):g}")
     if job.budget is not None and math.isfinite(least):
         ways.append(f"set job.budget to {_up(least):g}")
-    return Infeasible(
-        f"no workers train {job.target:g} {job.unit} {' '.join(wanted)}", " or ".join(ways) or "add workers"
-    )
+    if not ways:  # each bound alone is out of reach, so neither change helps without the other
+        changes = [(_up(seconds / HOUR), _up(price)) for seconds, price in ends]
+        ways = [f"set job.deadline_hours to {h:g} and job.budget to {p:g}" for h, p in dict.fromkeys(changes)]
+    return Infeasible(f"no workers train {job.target:g} {job.unit} {' '.join(wanted)}", " or ".join(ways))
 
 
 def _up(value: float) -> float:

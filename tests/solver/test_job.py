@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import msgspec
 import numpy as np
@@ -97,6 +98,18 @@ def test_what_cannot_be_kept_is_said_with_what_can() -> None:
     plain = msgspec.structs.replace(cluster, job=msgspec.structs.replace(cluster.job, target=None))
     with pytest.raises(InputError, match=r"job\.target"):
         check_cluster("c.toml", bounded(plain, budget=1.0))
+
+
+def test_where_neither_bound_can_be_kept_both_changes_are_said() -> None:
+    cluster, profiles = random_case(3)
+    hours, prices = zip(*every_set(cluster, profiles), strict=True)
+    with pytest.raises(Infeasible) as refused:
+        make_plan(bounded(cluster, deadline_hours=min(hours) / 2, budget=min(prices) / 2), profiles)
+    ways = re.findall(r"job\.deadline_hours to (\S+) and job\.budget to (\S+)", refused.value.nearest)
+    assert len(ways) == 2
+    for deadline, budget in ways:
+        changed = bounded(cluster, deadline_hours=float(deadline), budget=float(budget))
+        assert make_plan(changed, profiles).target
 
 
 def test_what_preemptions_cost() -> None:
