@@ -170,8 +170,8 @@ def _rates(ranks: Sequence[PlannedRank]) -> Floats:
 def _refusal(
     cluster: Cluster, soonest: float, least: float, ends: tuple[tuple[float, float], tuple[float, float]]
 ) -> Infeasible:
-    """soonest, least: seconds of the soonest end within the budget, and the least price by the deadline. ends:
-    seconds and price of the soonest end, and of the cheapest, whatever the job says.
+    """soonest, least: seconds of the soonest end within the budget, and the least price by the deadline.
+    ends: seconds and price of the soonest end, and of the cheapest, whatever the job says.
     """
     job, ways = cluster.job, []
     wanted = [f"in {job.deadline_hours:g} hours"] if job.deadline_hours is not None else []
