@@ -91,9 +91,20 @@ def fit_of(profile: Profile) -> Fit:
     return profile.fit or select_fit(profile.points)
 
 
+def check_whole(where: str, profile: Profile) -> None:
+    """Raise InputError for times of steps in micro-batches, of which a plan cannot say what each one takes.
+
+    where: the profile's file.
+    """
+    if (parts := profile.model.accumulate) > 1:
+        expected = f"1, as measured without --accumulate; max_accumulation = {parts} lets a plan choose them"
+        raise InputError(where, "model.accumulate", f"{parts} micro-batches", expected)
+
+
 def fitted_profile(path: str | os.PathLike[str]) -> Profile:
-    """A file's profile, with a fit. Raises InputError, naming the file."""
+    """The profile in a file, for plans, with a fit. Raises InputError, naming the file."""
     profile = read_profile(path)
+    check_whole(os.fspath(path), profile)
     try:
         return msgspec.structs.replace(profile, fit=fit_of(profile))
     except InputError as error:

@@ -19,6 +19,7 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.mode import ROUND, Pace, WorkerMode
 from pyps.profiler.multiples import at_multiple, kept_multiple
+from pyps.profiler.select import check_whole
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
@@ -144,6 +145,7 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
 
 
 def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:
+    check_whole(group.profile, profile)
     if profile.fit is None:
         raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
     return profile.fit

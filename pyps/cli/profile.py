@@ -117,7 +117,7 @@ def measure(
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
     cluster: ForCluster = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step; not for plans.")] = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     memory_budget: BudgetGib = None,
     output: Output = None,
@@ -130,6 +130,8 @@ def measure(
     To import measurements from a CSV file: pyps-profile import CSV (see pyps-profile import --help).
     """
     if cluster is not None:
+        if accumulate > 1:
+            raise InputError("--accumulate", "", str(accumulate), "1 with --for: a plan chooses micro-batches")
         output = profile_in(cluster, output, every)
     targets = _targets(device, every, output, plot, as_json)
     places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]

@@ -114,7 +114,7 @@ def new_rank(rank: int, profile: str | os.PathLike[str] | None) -> RankSpec:
 
 def cost_model_of(profile: str | os.PathLike[str]) -> CostModel:
     """A profile's cost model as a line; of a table, one fitted to its knots. Raises InputError."""
-    cost, most = prior_of(profile)
+    cost, most = prior_of(fitted_profile(profile))
     if isinstance(cost, Table):
         line = fit_points(cost.points[:-1] if len(cost.points) > 2 else cost.points)  # the last is far away
         cost = Line(line.fixed_seconds, line.per_sample_seconds, line.floor_seconds)

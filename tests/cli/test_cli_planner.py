@@ -9,11 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
 from pyps.cli import main_plan
-from pyps.formats import Device, GradientNoiseRecord, ModelInfo, Point, Profile, read_plan, write_json
+from pyps.formats import (
+    Device,
+    GradientNoiseRecord,
+    ModelInfo,
+    Point,
+    Profile,
+    read_plan,
+    read_profile,
+    write_json,
+)
 from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.job import best_for_job
 
@@ -92,6 +102,14 @@ def test_batches_above_the_maximum_are_accumulated(shell: Shell) -> None:
     assert "(2 x 128)" in done.out
     assert "HiGHS finds the same optimum" in done.out
     assert read_plan("plan.json").workers[0].accumulation == 2
+
+
+def test_times_of_steps_in_micro_batches_are_refused(shell: Shell) -> None:
+    known = read_profile("fast.json")
+    model = msgspec.structs.replace(known.model, accumulate=2)
+    write_json("fast.json", msgspec.structs.replace(known, model=model))
+    done = shell("cluster.toml")
+    assert (done.code, "fast.json: model.accumulate: found 2 micro-batches" in done.err) == (2, True)
 
 
 def test_an_explanation_has_a_verdict(shell: Shell) -> None:

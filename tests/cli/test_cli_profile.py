@@ -337,6 +337,7 @@ def test_how_a_step_is_taken_is_in_the_profile(shell: Shell) -> None:
     assert (model.autocast, model.accumulate, model.compiled) == ("bf16", 2, False)
     assert shell("digits_mlp", *QUICK, "--autocast", "f8").code == 2
     assert shell("digits_mlp", *QUICK, "--accumulate", "0").code == 2
+    assert "expected 1 with --for" in shell("digits_mlp", *QUICK, "--accumulate", "2", "--for", "c.toml").err
 
 
 def test_a_budget_limits_the_batch(shell: Shell) -> None:

@@ -212,6 +212,13 @@ def test_a_cap_that_binds_is_accumulated_where_it_may_be() -> None:
     assert made.iteration_seconds < alone.iteration_seconds
 
 
+def test_times_of_steps_in_micro_batches_are_refused() -> None:
+    """They say nothing of one micro-batch, nor of the memory of a whole batch."""
+    parts = profile(0.001, model=ModelInfo(name="mlp", accumulate=4))
+    with pytest.raises(InputError, match=r"model\.accumulate: found 4 micro-batches; .*max_accumulation = 4"):
+        plan(100, ({}, parts))
+
+
 def test_free_memory_takes_the_place_of_the_budget() -> None:
     memory = Memory(fixed_bytes=100, bytes_per_sample=3.0, budget_bytes=200)
     assert max_batch_of(WorkerGroup(name="a", profile="p", free_bytes=130), profile(1.0, memory=memory)) == 10
