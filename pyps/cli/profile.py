@@ -83,6 +83,9 @@ ForCluster = Annotated[
         "--for", metavar="CLUSTER", help="Measure more sizes, until no split of this cluster can win 1 %."
     ),
 ]
+Accumulated = Annotated[
+    int, typer.Option(help="Micro-batches before each optimizer step; not for plans: they choose their own.")
+]
 ThrottleFactor = Annotated[
     float | None, typer.Option(metavar="F", help="Emulate a device F times slower; the profile records it.")
 ]
@@ -117,7 +120,7 @@ def measure(
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
     cluster: ForCluster = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches before each optimizer step; not for plans.")] = 1,
+    accumulate: Accumulated = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     memory_budget: BudgetGib = None,
     output: Output = None,
@@ -131,7 +134,7 @@ def measure(
     """
     if cluster is not None:
         if accumulate > 1:
-            raise InputError("--accumulate", "", str(accumulate), "1 with --for: a plan chooses micro-batches")
+            raise InputError("--accumulate", "", str(accumulate), "1 with --for: plans choose their own")
         output = profile_in(cluster, output, every)
     targets = _targets(device, every, output, plot, as_json)
     places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]
