@@ -283,9 +283,15 @@ def _load_ranks(
         where = os.fspath(path if path is not None else (resumed.run_dir or Path()) / PLAN)
         plan = read_plan(where)
     specs = throttles(plan, where, options.throttle_from)
-    if options.even and path is not None:
+    if options.even and (path is not None or not _was_even(options.resume)):
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
     return plan, rank_specs(plan, specs), where
+
+
+def _was_even(resume: StrPath | None) -> bool:
+    """Whether the run that goes on had equal batches: its plan has those that it came to have."""
+    run_dir = run_of(resume) if resume is not None else None
+    return run_dir is not None and read_setup(run_dir).even
 
 
 def _check_unchanged(run_dir: Path | None, saved: Plan) -> None:

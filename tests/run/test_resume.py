@@ -205,6 +205,18 @@ def test_a_resumed_run_may_leave_its_pipeline(
     assert (went_on.pipeline, went_on.depth) == (None, 3)
 
 
+def test_a_run_that_goes_on_may_have_equal_batches(plan: Path, tmp_path: Path) -> None:
+    """Without another plan, too. One that had them goes on with those that it came to have."""
+    path, out = script(tmp_path), tmp_path / "out"
+    write_setup(prepare(plan, path, RunOptions(samples=8, run_dir=out)))
+    spec = prepare(None, path, RunOptions(samples=8, resume=out, even=True))
+    assert [worker.batch for worker in spec.plan.workers] == [4, 4]
+    write_setup(spec)
+    write_json(out / "plan.json", with_split(spec.plan, (6, 2)))
+    again = prepare(None, path, RunOptions(samples=8, resume=out, even=True))
+    assert [worker.batch for worker in again.plan.workers] == [6, 2]
+
+
 def test_a_run_under_nohup_survives_its_terminal(shm: Path, plan: Path, tmp_path: Path) -> None:
     spec = prepare(plan, script(tmp_path), RunOptions(samples=8, run_dir=tmp_path / "out"))
     usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
