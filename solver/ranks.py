@@ -17,6 +17,7 @@ import numpy as np
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Pace, WorkerMode
 from pyps.profiler.multiples import at_multiple, kept_multiple
 from pyps.profiler.select import check_whole
@@ -295,7 +296,7 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Work
         bandwidth = rank.bandwidth if rank.bandwidth is not None else given.bandwidth
         if bandwidth is None:
             expected = "bytes a second, here, in [sync], or measured by pyps-profile link"
-            raise InputError(rank.group.name, "bandwidth", "nothing", expected)
+            raise InputError(CLUSTER_FILE, f"{rank.group.name}.bandwidth", "nothing", expected)
         latency.append(rank.latency if rank.latency is not None else given.latency)
         bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2 + 4 * rank.averaged
         message.append(bytes_each_way * _parameters(rank) / bandwidth)

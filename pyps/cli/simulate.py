@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pyps.cli.options import with_options
 from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
+from pyps.cli.plan_mode import names_file
 from pyps.cli.terminal import say, terminal
 from pyps.errors import InputError
 from pyps.formats import options, read_cluster
@@ -145,9 +146,8 @@ def simulate_command(
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
     timeout = wanted.round_timeout or scenario.round_timeout
     chosen = _policies(policies or scenario.policy or "all", timeout, pipeline)
-    if learn and scenario.local != (inner_lr is not None):
-        expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
-        raise InputError("--inner-lr", "", str(inner_lr), expected)
+    others = {"--lr": lr, "--target-loss": target_loss, "--measure-every": measure_every}
+    _check_learning(learn, scenario, inner_lr, others)
     results = [
         simulate(
             scenario,
@@ -181,13 +181,26 @@ def simulate_command(
 
 def _scenario(cluster: Path, wanted: SimulateOptions, plan: Path | None) -> Scenario:
     """Of the cluster file, or of its plan; a warning says where they differ."""
-    scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
+    with names_file(cluster):
+        scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
     if scenario.differences:
         say(f"warning: {plan} is not the plan of {cluster}: {'; '.join(scenario.differences)}", stderr=True)
     if wanted.micro_batch is None:
         return scenario
     workers = tuple(replace(worker, micro_batch=wanted.micro_batch) for worker in scenario.workers)
     return replace(scenario, workers=workers)
+
+
+def _check_learning(
+    learn: str, scenario: Scenario, inner_lr: float | None, others: Mapping[str, float | None]
+) -> None:
+    """Raises InputError for an option that changes nothing without real gradients, or that these lack."""
+    for option, value in {**others, "--inner-lr": inner_lr}.items():
+        if value is not None and not learn:
+            raise InputError(option, "", f"{value:g}", "--learn, too: without it there are only times")
+    if learn and scenario.local != (inner_lr is not None):
+        expected = "a learning rate of local steps" if scenario.local else "none: the plan has no local steps"
+        raise InputError("--inner-lr", "", str(inner_lr), expected)
 
 
 def _codec(wanted: SimulateOptions) -> Literal["plan"] | None:

@@ -22,6 +22,7 @@ from pyps.formats import (
     read_cluster,
     read_plan,
 )
+from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.multiples import fit_at
@@ -310,7 +311,7 @@ def _shared_link(cluster: Cluster, group: WorkerGroup) -> LinkSpec | None:
     found = shared_links(cluster, group)
     if len(found) > 1:
         names, expected = ", ".join(one.shared for one in found), "one link, or a [[simulation.host]]"
-        raise InputError(group.name, "shares", names, expected)
+        raise InputError(CLUSTER_FILE, f"{group.name}.shares", names, expected)
     return found[0] if found else None
 
 

@@ -90,6 +90,12 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
+def test_a_worker_without_a_bandwidth_is_named_with_its_file(shell: Shell) -> None:
+    text = CLUSTER.replace("bandwidth = 1e9\nmax_batch = 256", "max_batch = 256")
+    done = shell("cluster.toml", text=text + '[sync]\nkind = "ring"\n')
+    assert (done.code, "cluster.toml: slow.bandwidth: found nothing" in done.err) == (2, True)
+
+
 def test_no_synchronisation_is_said_in_words(shell: Shell) -> None:
     done = shell("cluster.toml", text=CLUSTER + '[sync]\nkind = "none"\n')
     assert done.code == 0

@@ -201,7 +201,7 @@ def test_transfers_take_as_long_as_in_the_plan(tmp_path: Path, link: str) -> Non
         (
             'shares = ["a", "b"]\n'
             + "".join(f'[[shared]]\nname = "{name}"\nbandwidth = 1e8\n' for name in "ab"),
-            "slow: shares: found a, b; expected one link, or a",
+            r"slow\.shares: found a, b; expected one link, or a",
         ),
     ],
 )
@@ -248,6 +248,19 @@ def test_a_target_stops_and_is_said(cluster: Path) -> None:
     )
     assert "to target" in text
     assert "never" not in text
+
+
+@pytest.mark.parametrize("option", ["--lr", "--inner-lr", "--target-loss", "--measure-every"])
+def test_what_only_learning_has_is_refused_without_it(cluster: Path, option: str) -> None:
+    with pytest.raises(InputError, match=f"{option}: found 2; expected --learn"):
+        CliRunner().invoke(app, [str(cluster), option, "2"], catch_exceptions=False)
+
+
+def test_errors_of_a_simulation_name_its_file(cluster: Path) -> None:
+    run = "[run]\nlocal_steps = 4\nlocal_batch = 4\n"
+    cluster.write_text(CLUSTER.replace("count = 2", "count = 2\nbatch_multiple = 8") + run)
+    with pytest.raises(InputError, match=r"cluster\.toml: run\.local_batch: found 4"):
+        CliRunner().invoke(app, [str(cluster)], catch_exceptions=False)
 
 
 def test_the_command_is_there(cluster: Path) -> None:
