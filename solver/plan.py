@@ -71,11 +71,17 @@ MAX_REPEATS = 1000  # micro-batches that may be proposed
 MOST_RATES = 1 << 25  # of a split for throughput: a quarter of a gigabyte, and seconds
 
 
-def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> Plan:
+def make_plan(
+    cluster: Cluster,
+    profiles: Sequence[Profile],
+    pace: Pace | None = None,
+    multiples: Sequence[int] | None = None,
+) -> Plan:
     """The plan for a cluster, in the mode that its [run] states.
 
     cluster: what is planned. profiles: one with a fit for each group of the cluster. pace: of the policy that
-    [run] names (pyps.store.policies.Policy.pace); rounds if it names none.
+    [run] names (pyps.store.policies.Policy.pace); rounds if it names none. multiples: of the samples of each
+    group's micro-batches; None: as its profile shows.
 
     If the job names a quantile, all times are those at the iteration's quantile, and `noise` holds the fitted
     ones. Raises
@@ -83,7 +89,7 @@ def make_plan(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None =
     """
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
-    ranks = at_quantile(cluster, planned_ranks(cluster, profiles), pace or ROUND)
+    ranks = at_quantile(cluster, planned_ranks(cluster, profiles, multiples), pace or ROUND)
     return each_rank(plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND)), ranks)
 
 

@@ -99,14 +99,17 @@ class PlannedRank:
         return measured if self.group.latency is None else self.group.latency
 
 
-def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[PlannedRank]:
+def planned_ranks(
+    cluster: Cluster, profiles: Sequence[Profile], multiples: Sequence[int] | None = None
+) -> list[PlannedRank]:
     """The ranks of a cluster in file order, a node as one.
 
-    profiles: one a group. Raises InputError if a fit is missing, or what the job's unit or sharding needs.
+    profiles: one a group. multiples: of the samples of each group's micro-batches; None: as the profiles
+    show. Raises InputError if a fit is missing, or what the job's unit or sharding needs.
     """
-    ranks, given = [], list(zip(cluster.worker, profiles, strict=True))
-    multiples = [kept_multiple(profile, sample_multiple(cluster, group, profile)) for group, profile in given]
-    profiles = [at_multiple(profile, each) for (_, profile), each in zip(given, multiples, strict=True)]
+    ranks = []
+    multiples = multiples_of(cluster, profiles) if multiples is None else multiples
+    profiles = [at_multiple(profile, each) for profile, each in zip(profiles, multiples, strict=True)]
     parts = cluster.run.accumulation or 1
     pairs = zip(cluster.worker, profiles, strict=True)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]
@@ -143,6 +146,12 @@ def planned_ranks(cluster: Cluster, profiles: Sequence[Profile]) -> list[Planned
         rank = replace(rank, group=with_energy(rank.group, cluster.job.price_per_kwh))
         ranks += [replace(rank, name=name) for name in group.unit_names()]
     return ranks
+
+
+def multiples_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[int]:
+    """The multiple that each group's device shows, where its batches keep to it; else 1."""
+    pairs = zip(cluster.worker, profiles, strict=True)
+    return [kept_multiple(profile, sample_multiple(cluster, group, profile)) for group, profile in pairs]
 
 
 def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:

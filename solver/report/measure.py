@@ -22,7 +22,7 @@ import numpy as np
 from pyps.formats import Cluster, Pace, Plan, Profile
 from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
 from pyps.solver.plan import make_plan
-from pyps.solver.ranks import cost_of
+from pyps.solver.ranks import cost_of, multiples_of
 from pyps.solver.units import sample_multiple, units_each
 
 WORTH = 0.01  # of the iteration
@@ -59,18 +59,16 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
     Raises as make_plan.
     """
     plan, all_measured = make_plan(cluster, profiles, pace), profiles
-    profiles = [
-        at_multiple(p, sample_multiple(cluster, group, p))
-        for group, p in zip(cluster.worker, profiles, strict=True)
-    ]
+    kept = multiples_of(cluster, profiles)
+    profiles = [at_multiple(profile, each) for profile, each in zip(profiles, kept, strict=True)]
     hopeful = [_optimistic(profile) for profile in profiles]
-    best = make_plan(cluster, hopeful, pace)
+    best = make_plan(cluster, hopeful, pace, kept)
     may_win = 1 - best.iteration_seconds / plan.iteration_seconds
     found: list[NextSize] = []
     if may_win > WORTH:
         for k in range(len(profiles)):
             alone = [*profiles[:k], hopeful[k], *profiles[k + 1 :]]
-            wins = 1 - make_plan(cluster, alone, pace).iteration_seconds / plan.iteration_seconds
+            wins = 1 - make_plan(cluster, alone, pace, kept).iteration_seconds / plan.iteration_seconds
             found += _unmeasured(cluster, profiles[k], k, (best, plan), f"may save {wins:.1%}")
     multiples = {}
     for group, profile in zip(cluster.worker, all_measured, strict=True):

@@ -22,6 +22,7 @@ from pyps.solver.milp.checks import agreement, enumerated
 from pyps.solver.plan import make_plan
 from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import cost_of, planned_ranks
+from pyps.solver.report.measure import next_sizes
 
 THOROUGH = [pytest.mark.thorough, pytest.mark.timeout(900)]
 CLOSE = 1e-12  # relative: a table keeps no bends that rounding makes
@@ -179,5 +180,7 @@ def test_micro_batches_keep_to_the_multiple_that_a_device_needs() -> None:
     ranks = planned_ranks(cluster, [device])
     anew = enumerated(cluster, ranks, [], planning_problem(cluster, ranks))
     assert "same optimum" in agreement(anew, [200])
+    more = next_sizes(cluster, [device])
+    assert not [one for one in more.sizes if one.batch % 8], "also of curves that may be faster"
     with pytest.raises(Infeasible, match="maxima sum to 288"):
         make_plan(Cluster(job=Job(global_batch=296), worker=[group]), [device])
