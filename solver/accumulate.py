@@ -29,8 +29,7 @@ def accumulated(cost: Cost, at_once: int, repeats: int, unit: int, multiple: int
     straight line leads to the last batch: no worker gets a batch there, but messages name what would fit.
     Of more than MOST_TRIED pairs of a size and a batch, equally spaced sizes are tried.
     """
-    last = at_once * repeats // multiple * multiple
-    exact = max(min(last, -(-2 * total // multiple) * multiple), multiple)
+    last, exact = _ends(at_once, repeats, multiple, total)
     batches = np.arange(multiple, exact + 1, multiple, dtype=np.int64)
     seconds = np.maximum.accumulate(_best(cost, batches, at_once, repeats, unit)[1])
     finite = np.isfinite(seconds)
@@ -42,6 +41,17 @@ def accumulated(cost: Cost, at_once: int, repeats: int, unit: int, multiple: int
         if np.isfinite(whole):
             points.append((last, max(whole, points[-1][1])))
     return Table(tuple(points))
+
+
+def tries_all(at_once: int, repeats: int, unit: int, multiple: int, total: int) -> bool:
+    """Whether `accumulated` tries every size. at_once ... total: as there."""
+    return at_once // unit * (_ends(at_once, repeats, multiple, total)[1] // multiple) <= MOST_TRIED
+
+
+def _ends(at_once: int, repeats: int, multiple: int, total: int) -> tuple[int, int]:
+    """The last batch of the table, and the last one up to which it is exact."""
+    last = at_once * repeats // multiple * multiple
+    return last, max(min(last, -(-2 * total // multiple) * multiple), multiple)
 
 
 def best_size(cost: Cost, batch: int, at_once: int, repeats: int, unit: int) -> int:

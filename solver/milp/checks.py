@@ -18,12 +18,14 @@ import numpy as np
 
 from pyps.errors import Infeasible, PypsError, needed
 from pyps.formats import Cluster
+from pyps.solver.accumulate import tries_all
 from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Problem, times
+from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import SolverName, minmax_milp, pieces, time_scale
-from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of, unit_of
+from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of, most_at_once, unit_of
 
 MOST_ENUMERATED = 20_000  # batches: some seconds
 NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
@@ -82,8 +84,9 @@ def enumerated(
 ) -> ConstrainedProblem:
     """The problem with the costs of accumulated batches anew from the fits: for each batch, every size tried.
 
-    cluster, ranks, factors: what the problem was made from; factors may be empty. It shares nothing with
-    pyps.solver.accumulate. Of more than MOST_ENUMERATED batches of a rank the costs are left as they are.
+    cluster, ranks, factors: what the problem was made from; factors may be empty. The sizes are tried anew
+    here. Of more than MOST_ENUMERATED batches of a rank, or where pyps.solver.accumulate does not try every
+    size, the costs are left as they are.
     """
     problem = constrained.problem
     if cluster.run.local_steps is not None:
@@ -92,14 +95,16 @@ def enumerated(
     costs: list[Cost] = []
     for k, rank in enumerate(ranks):
         factor = factors[k] if factors else 1.0
-        repeats, at_once = rank.group.max_accumulation, max_batch_of(rank.group, rank.profile)
+        repeats, multiple = rank.group.max_accumulation, rank.group.batch_multiple
+        at_once, unit = most_at_once(cluster, rank), unit_of(cluster, rank)
         last = int(min(problem.max_batch[k], problem.global_batch))
-        key = (id(rank.fit), factor, repeats, at_once, rank.group.batch_multiple)
-        if repeats == 1 or not 0 < last <= MOST_ENUMERATED or last < rank.group.batch_multiple:
+        key = (id(rank.fit), factor, repeats, at_once, multiple)
+        whole = tries_all(at_once, repeats, unit, multiple, round_samples(cluster))
+        if repeats == 1 or not whole or not multiple <= last <= MOST_ENUMERATED:
             costs.append(_of_one(problem.costs, k))
             continue
         if key not in found:
-            found[key] = _every_size(cost_of(rank.fit, factor), rank, last, unit_of(cluster, rank))
+            found[key] = _every_size(cost_of(rank.fit, factor), rank, last, unit)
         costs.append(found[key])
     stacked = replace(Costs.stack(costs), transfer=problem.costs.transfer, overlap=problem.costs.overlap)
     most = np.minimum(problem.max_batch, problem.global_batch)

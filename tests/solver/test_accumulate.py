@@ -184,3 +184,14 @@ def test_micro_batches_keep_to_the_multiple_that_a_device_needs() -> None:
     assert not [one for one in more.sizes if one.batch % 8], "also of curves that may be faster"
     with pytest.raises(Infeasible, match="maxima sum to 288"):
         make_plan(Cluster(job=Job(global_batch=296), worker=[group]), [device])
+
+
+def test_the_check_takes_sizes_that_were_not_all_tried_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else HiGHS finds two micro-batches of 8, which is none of the sizes that were tried."""
+    monkeypatch.setattr("pyps.solver.accumulate.MOST_TRIED", 240)
+    cluster = cluster_of([1, 1], 24, [4, 1])
+    profiles = [table_profile([(8, 1.0), (9, 2.0), (15, 2.0)]), profile(0.25, 0.0, 60)]
+    batches = [worker.batch for worker in make_plan(cluster, profiles).workers]
+    ranks = planned_ranks(cluster, profiles)
+    anew = enumerated(cluster, ranks, [], planning_problem(cluster, ranks))
+    assert "same optimum" in agreement(anew, batches)
