@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from pyps.checkpoint.folder import find_checkpoint, read_manifest
 from pyps.cli.options import with_options
 from pyps.cli.progress import Screen
 from pyps.cli.terminal import terminal
@@ -125,7 +126,7 @@ def _resumed(
                 f"a run's folder, which holds {SETUP_FILE}; for a checkpoint outside one give --samples, too"
             )
             raise InputError("--resume", "", str(resume), expected)
-        return script, options
+        return script, options if "seed" in given else _with_seed(resume, options)
     saved = _saved_options(resume)
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
@@ -137,6 +138,12 @@ def _resumed(
         )
         raise InputError(str(run_dir), "", "a run that others own or may write to", expected)
     return script or Path(read_setup(run_dir).script), changed
+
+
+def _with_seed(resume: Path, options: RunOptions) -> RunOptions:
+    """The options with the checkpoint's order of samples, of which it has the position."""
+    seed = read_manifest(find_checkpoint(resume)).seed
+    return options if seed is None else replace(options, seed=seed)
 
 
 def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:

@@ -217,6 +217,25 @@ def test_a_run_that_goes_on_may_have_equal_batches(plan: Path, tmp_path: Path) -
     assert [worker.batch for worker in again.plan.workers] == [6, 2]
 
 
+def test_a_checkpoint_from_elsewhere_goes_on_in_its_order_of_samples(
+    shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position is one in this order; another one can be asked for."""
+    with pyps.Store.create("run", {"a": np.ones(3, np.float32)}, batches=[4]) as store:
+        path = save(store.state(), tmp_path / "checkpoints", seed=4)
+    asked: list[RunOptions] = []
+
+    def record(plan: Any, script: Any, options: RunOptions, **_: Any) -> None:
+        asked.append(options)
+        raise TrainingFailed("not now")
+
+    monkeypatch.setattr("pyps.cli.run.run", record)
+    for more in ([], ["--seed", "5"]):
+        options = ["--resume", path, "--plan", plan, "--samples", "8", *more, script(tmp_path)]
+        CliRunner().invoke(run_app, [str(option) for option in options])
+    assert [one.seed for one in asked] == [4, 5]
+
+
 def test_a_run_under_nohup_survives_its_terminal(shm: Path, plan: Path, tmp_path: Path) -> None:
     spec = prepare(plan, script(tmp_path), RunOptions(samples=8, run_dir=tmp_path / "out"))
     usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
