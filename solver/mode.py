@@ -79,13 +79,16 @@ def mode_of(cluster: Cluster, pace: Pace) -> Mode:
 
 
 def choices_while_running(modes: Sequence[WorkerMode], pace: Pace) -> Mode:
-    """The codecs and depths that workers in a pipeline may change to: with errors that the planner allows by
-    itself, or that the plan's modes have; at most 3 steps under way, or as many as the deepest of these.
+    """The codecs and depths that workers in a pipeline may change to: those of the plan's modes, and others
+    with errors that the planner allows by itself, or that these have; at most 3 steps under way, or as many
+    as the deepest of these.
 
     modes: of the plan's workers.
     """
     most = max([PLANNED_ERROR, *(ERROR[bits] for mode in modes for bits in bits_of(mode))])
-    codecs = tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
+    used = {codec for mode in modes for codec in (mode.push_codec, mode.pull_codec)}
+    allowed = (name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
+    codecs = tuple(dict.fromkeys([*filter(used.__contains__, CODEC_BITS), *allowed]))
     return Mode(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pyps.formats import WorkerMode
 from pyps.formats.mode import Pace
+from pyps.formats.options import CodecName
 from pyps.solver.links import LinkCost, link_cost, step_seconds
 from pyps.solver.mode import Mode, bits_of, choices_while_running
 from pyps.solver.online.mode import SOON, WINDOW, ModeBalancer, ModeChange, TimedTransfer
@@ -152,3 +153,11 @@ def test_choices_keep_the_plans_error() -> None:
     four = WorkerMode(push_codec="int4", pull_codec="bf16", depth=5)
     assert choices(mode=four).push[-1] == "int4"
     assert choices(mode=four).depths == (2, 5)
+
+
+@pytest.mark.parametrize("codec", ["f16", "nf4"])
+def test_a_codec_that_the_planner_does_not_choose_by_itself_is_left_too(codec: CodecName) -> None:
+    """A cluster file may state it."""
+    mode = WorkerMode(push_codec=codec, pull_codec=codec, depth=2)
+    (change,) = Pipeline(mode=mode).steps(WINDOW)
+    assert (change.before, change.after.push_codec) == (mode, "f32")
