@@ -87,8 +87,9 @@ def choices_while_running(modes: Sequence[WorkerMode], pace: Pace) -> Mode:
     """
     most = max([PLANNED_ERROR, *(ERROR[bits] for mode in modes for bits in bits_of(mode))])
     used = {codec for mode in modes for codec in (mode.push_codec, mode.pull_codec)}
-    allowed = (name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
-    codecs = tuple(dict.fromkeys([*filter(used.__contains__, CODEC_BITS), *allowed]))
+    allowed = {name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most}
+    either = (name for name in CODEC_BITS if name in used | allowed)
+    codecs = tuple(sorted(either, key=lambda name: (ERROR[CODEC_BITS[name]], name not in used)))
     return Mode(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
 
 
