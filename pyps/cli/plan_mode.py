@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import AUTO, CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
 from pyps.formats.options import check_limits
 from pyps.solver.mode import stated_policy
+
+if TYPE_CHECKING:
+    from pyps.store.policies import Policy
 
 
 def with_mode(path: Path, read: Cluster, options: Mapping[str, Any]) -> Cluster:
@@ -48,7 +51,7 @@ def with_mode(path: Path, read: Cluster, options: Mapping[str, Any]) -> Cluster:
         source = f"{path}: run.policy" if policy is None else "--policy"
         key = "pipeline" if run.depth is None else "depth"
         pipelined = f"{path}: run.{key}" if pipeline is None and depth is None else f"--{key}"
-        run = msgspec.structs.replace(run, policy=_checked_policy(run, source, pipelined))
+        run = msgspec.structs.replace(run, policy=str(_checked_policy(run, source, pipelined)))
     return msgspec.structs.replace(read, run=run)
 
 
@@ -65,8 +68,8 @@ def names_file(path: Path) -> Iterator[None]:
         raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
 
 
-def _checked_policy(run: RunTable, source: str, pipelined: str) -> str:
-    """The policy, by its shortest text. Raises InputError if there is none, or it allows no pipeline.
+def _checked_policy(run: RunTable, source: str, pipelined: str) -> Policy:
+    """The policy. Raises InputError if there is none, or it allows no pipeline.
 
     source: where the policy stands. pipelined: what asks for a pipeline.
     """
@@ -75,16 +78,17 @@ def _checked_policy(run: RunTable, source: str, pipelined: str) -> str:
     policy = policy_named(stated_policy(run), source=source)
     if run.depths[1] > 1:
         check_pipeline(policy, pipelined)
-    return str(policy)
+    return policy
 
 
 def pace_of(path: Path, cluster: Cluster) -> Pace:
-    """The pace of the policy to plan for. Raises InputError if there is none of that name.
+    """The pace of the policy to plan for. Raises InputError if there is none of that name, or it allows no
+    pipeline.
 
     path: the cluster's file.
     """
-    if cluster.run.policy is None:
+    run = cluster.run
+    if run.policy is None and run.depths[1] == 1:
         return ROUND
-    from pyps.store.policies import policy_named
-
-    return policy_named(cluster.run.policy, source=f"{path}: run.policy").pace
+    key = "pipeline" if run.depth is None else "depth"
+    return _checked_policy(run, f"{path}: run.policy", f"{path}: run.{key}").pace
