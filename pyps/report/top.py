@@ -20,7 +20,7 @@ from pyps.native.status import Member, RankCounters
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.store.activity import Activity, StoreActivity, activities, look
-from pyps.store.policies import name_of
+from pyps.store.policies import policy_name
 from pyps.store.segments import segments
 from pyps.store.store import Store
 from pyps.store.stragglers import RankPace, Straggler, StragglerKind, stragglers
@@ -150,7 +150,7 @@ class StoreTop:
         return TopStore(
             name=self.name,
             run_dir=str(self._run_dir) if self._run_dir else None,
-            policy=name_of(store.layout.policy),
+            policy=policy_name(store.layout.policy),
             parameters=store.layout.parameters,
             version=state.status.version,
             samples=sum(rank.samples for rank in state.ranks),

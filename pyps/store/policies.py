@@ -412,7 +412,7 @@ def register_policy(policy: Policy) -> None:
         register_decider(policy.params().custom, policy)
 
 
-def name_of(number: int) -> str:
+def policy_name(number: int) -> str:
     """The name of the policy that pyps.h gives this number; "custom" where only its creator knows one."""
     names = {kind.number: name for name, kind in Policy.known.items()} | {CONSGD: "consgd"}
     return names.get(number, Custom.name)

@@ -28,7 +28,7 @@ from pyps.native.status import WaitKind
 from pyps.native.values import Hyper
 from pyps.remote.server import Server
 from pyps.store import Store
-from pyps.store.policies import ASP, name_of
+from pyps.store.policies import ASP, policy_name
 
 runner = CliRunner()
 PATIENCE_SECONDS = 30.0
@@ -160,7 +160,7 @@ def test_a_policy_that_only_trainers_in_c_write(shm: Path, monkeypatch: pytest.M
         store = Store.create("former", {"w": np.zeros(10)}, batches=[4], policy=ASP())
     with store:
         assert top("former")["policy"] == "consgd"
-    assert [name_of(number) for number in (1, 12)] == ["asp", "custom"]
+    assert [policy_name(number) for number in (1, 12)] == ["asp", "custom"]
 
 
 def test_over_a_link_and_with_every_slot_taken(shm: Path) -> None:
