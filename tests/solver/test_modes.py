@@ -276,6 +276,7 @@ def test_a_shared_link_carries_pushes_and_pulls_at_once() -> None:
     [
         ({"policy": "r2sp"}, Pace("turns"), "run.policy"),
         ({"pipeline": True}, Pace(), "run.pipeline"),
+        ({"depth": 3}, Pace(), "run.depth: found 3"),
     ],
 )
 def test_an_all_reduce_has_rounds_without_a_pipeline(run: dict[str, Any], pace: Pace, words: str) -> None:
