@@ -128,7 +128,7 @@ def test_an_even_split_keeps_to_the_batch_multiples(cluster: Path) -> None:
     *fast, slow = scenario_of(cluster, even=True).batches
     assert (max(fast), sum(fast) % 20, sum(fast) + slow) == (40, 0, 104)
     cluster.write_text(CLUSTER.replace(named, "\n[[worker]]\nbatch_multiple = 48\nname"))
-    with pytest.raises(Infeasible, match="even split in batch multiples.*sum to 144"):
+    with pytest.raises(Infeasible, match=r"even split in batch multiples.*sum to 144"):
         scenario_of(cluster, even=True)
 
 
