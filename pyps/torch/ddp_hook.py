@@ -9,9 +9,10 @@ from (passes.py) and sums W over the ranks together with the first bucket, so bo
 last round, after a new plan and after ranks have come or gone. With NCCL a stream of its own waits for W: no
 longer than the sum of the bucket would. Elsewhere a thread would wait, so a bucket is multiplied with the W
 of the round before, and corrected when the new W has arrived and differs. On a CPU W travels behind the
-first bucket, in the same message: another one would take as long as a small model's bucket. There DDP
-gets its answers at once, and the end of the backward pass waits for all buckets: what follows a future would
-run in gloo's threads, and take the interpreter from the backward pass.
+last bucket, in the same message: another one would take as long as a small model's bucket, and only then are
+all forward passes met that the gradient comes from. There DDP gets its answers at once, and the end of the
+backward pass waits for all buckets: what follows a future would run in gloo's threads, and take the
+interpreter from the backward pass.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class DDPHook(WeightedHook):
         self._residuals = Residuals(ddp.module.named_parameters())
         self.passes = Passes(reduction == "sum", self._gradients, lambda: None, self._pass_over)
         self.passes.is_gathered = lambda: is_gathered(self.group)
+        self.passes.ranks = lambda: frozenset(dist.get_process_group_ranks(self.group))
         # A rank that has left DDP's join() takes part in reductions alone.
         self.passes.largest = lambda own: own if ddp._join_config.enable else self._largest(own)
         self._micro_batches = MicroBatches(ddp, self.passes)
@@ -95,7 +97,7 @@ class DDPHook(WeightedHook):
         self._scale: Any = 1.0  # w_i / W of this round, with `_assumed` for W
         self._factors: dict[torch.dtype, torch.Tensor] = {}  # the same, by type of gradient
         self._may_be_zero = True  # whether w_i may be 0, as far as the CPU knows
-        self._message = torch.empty(0)  # the first bucket, and W behind it
+        self._message = torch.empty(0)  # the last bucket, and W behind it
         self._on_the_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # a CPU's: work, message, bucket
         self._total_work: Any = None  # after which `_total` is the sum over ranks
         self._assumed: Any = 1.0  # W, until it is known; a number or on the gradients' device
@@ -269,39 +271,35 @@ class DDPHook(WeightedHook):
 
     def _begin_sum(self, device: torch.device) -> tuple[Any, Any, torch.Tensor]:
         """This rank's weight in W, that of its gradients, and its row, float64 [columns], on a device."""
+        own, unit = self._weigh()
+        return own, unit, self._row(device)
+
+    def _weigh(self) -> tuple[Any, Any]:
+        """This rank's weight in W, and that of its gradients."""
         try:
             own, unit = self._own_weight()
         except InputError as refusal:  # raised when the round's messages are through: others wait for them
             self._refusal, own, unit = refusal, 0.0, 0.0
         self._round_weights = own, unit if self.reduction == "mean" else 1.0
-        added = self.passes.added if self._is_reduced else None
-        if self._refusal is not None:
-            added = REFUSED
-        fingerprint = self._fingerprint(self.passes.shapes) if self._is_reduced else None
-        return own, unit, self.lockstep.row(device, added, fingerprint)
+        return own, unit
 
-    def _joins_weights(self, buffer: torch.Tensor) -> bool:
-        """Whether W is summed behind the end of this first bucket: where that has whole numbers and a storage
-        of its own, but for the first round, whose W is checked before it is used.
-        """
-        is_wide = buffer.dtype in (torch.float32, torch.float64) and buffer.device.type == "cpu"
-        if not is_wide or self.wire != "same" or self._total is None:
-            return False
-        return (
-            buffer.layout == torch.strided and not buffer.storage_offset()
-        )  # Embedding(sparse=True) has none
+    def _row(self, device: torch.device) -> torch.Tensor:
+        """What the ranks compare, of this one."""
+        if not self._is_reduced:
+            return self.lockstep.row(device, None)
+        added = self.passes.added if self._refusal is None else REFUSED
+        return self.lockstep.row(device, added, self._fingerprint(self.passes.shapes))
 
     def _reduce_on_cpu(self, buffer: torch.Tensor, first: bool, last: bool) -> Reduced:
         """Send a bucket; it holds the sum by the time that DDP takes that."""
+        is_sent = first and self._total is None
         if first:
             self._on_the_way.clear()  # else of a backward pass that failed
-        if first and self._joins_weights(buffer):
-            message = self._with_weights(buffer)
-        else:
-            if first:
-                self._sum_weights(buffer.device, wait=False)
-            half = HALVES.get(self.wire)
-            message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
+            self._assume_weights(buffer.device)
+        half = HALVES.get(self.wire)
+        message = self._scaled(buffer) if half is None else self._scaled(buffer).to(half)
+        if last and not is_sent:
+            message = self._with_weights(message)
         self._count_sent(message)
         work = self.group.allreduce([message])  # without what torch logs, and looks up, around it
         self._on_the_way.append((work, message, buffer))
@@ -312,6 +310,42 @@ class DDPHook(WeightedHook):
         done: Reduced = Future()
         done.set_result(buffer)
         return done
+
+    def _assume_weights(self, device: torch.device) -> None:
+        """Scale by the W of the round before. The first round's is summed, and checked, before it is used."""
+        if self._total is None:
+            self._sum_weights(device, wait=False)
+            try:
+                self._compare_ranks(now=True)  # the last bucket brings another table
+            except InputError as unlike:
+                self._refusal = unlike
+            return
+        _, unit = self._weigh()
+        self._assumed = float(self._total) or 1.0
+        self._scale = (float(unit) if self.reduction == "mean" else 1.0) / self._assumed
+
+    def _with_weights(self, message: torch.Tensor) -> torch.Tensor:
+        """The last bucket with W and what the ranks compare behind its end, if there is room for these; else
+        they travel apart.
+        """
+        try:
+            self.passes.check_met()
+        except InputError as refusal:
+            self._refusal = self._refusal or refusal
+        row, apart = self._row(message.device), not self._has_room(message)
+        whole = row.new_empty(1 + row.numel()) if apart else self._extended(message, 1 + row.numel())
+        total, table = torch.split(whole[-1 - row.numel() :], [1, row.numel()])
+        total.fill_(float(self._round_weights[0]))
+        table.copy_(row)
+        self.lockstep.sent(table)
+        self._total = total[0]
+        self._total_work = dist.all_reduce(whole, group=self.group, async_op=True) if apart else None
+        return message if apart else whole
+
+    def _has_room(self, message: torch.Tensor) -> bool:
+        """Whether whole numbers fit behind its end: into its type, and into a storage of its own."""
+        is_wide = message.dtype in (torch.float32, torch.float64) and message.layout == torch.strided
+        return is_wide and not message.storage_offset()  # Embedding(sparse=True) has none
 
     def _receive(self) -> None:
         """All buckets are on their way: wait for them, and correct them if W is not what was assumed."""
@@ -328,21 +362,6 @@ class DDPHook(WeightedHook):
             if factor != 1:
                 buffer.mul_(factor)
         self._on_the_way.clear()
-
-    def _with_weights(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The first bucket, scaled, with W and what the ranks compare behind its end."""
-        assert self._total is not None
-        own, unit, row = self._begin_sum(buffer.device)
-        self._assumed = float(self._total) or 1.0
-        self._scale = (float(unit) if self.reduction == "mean" else 1.0) / self._assumed
-        message = self._extended(buffer, 1 + row.numel())
-        self._scaled(buffer)
-        total, table = torch.split(message[buffer.numel() :], [1, row.numel()])
-        total.fill_(float(own))
-        table.copy_(row)
-        self.lockstep.sent(table)
-        self._total, self._total_work = total[0], None
-        return message
 
     def _extended(self, buffer: torch.Tensor, more: int) -> torch.Tensor:
         """A bucket and `more` values behind it, in its own storage; DDP's views stay what they are."""

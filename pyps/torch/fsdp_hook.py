@@ -85,6 +85,7 @@ class FSDPHook(WeightedHook):
         self._ranks = dist.get_world_size(self.group)
         self.passes = Passes(reduction == "sum", self._gradients, self._own_part_done, self._pass_over)
         self.passes.is_gathered, self.passes.largest = lambda: is_gathered(self.group), self._largest
+        self.passes.ranks = lambda: frozenset(dist.get_process_group_ranks(self.group))
         self._round: _Round | None = None
         self._factor: torch.Tensor | None = None  # of the gradients that the running backward pass reduces
         self._summed: Any = None  # the work after which `_total` is the sum over ranks

@@ -65,9 +65,9 @@ class Passes:
     pass with gradients, before torch waits for reductions; on_over: after that; gives W if they are reduced.
     """
 
-    # Of the latest backward pass: autograd's number of it, and of each model that it has reduced w_i, W, and
-    # whether a script has set w_i.
-    _models: ClassVar[tuple[int, list[tuple[Any, torch.Tensor, bool]]]] = -1, []
+    # Of the latest backward pass: autograd's number of it, and of each model that it has reduced its passes,
+    # w_i, W, and whether a script has set w_i.
+    _models: ClassVar[tuple[int, list[tuple[Passes, Any, torch.Tensor, bool]]]] = -1, []
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Passes:
         self.is_gathered: Callable[[], bool] = lambda: False  # whether the running one's loss is all ranks'
         self._gathered = False  # the same, when it met its first pass
         self.largest: Callable[[int], int] = lambda own: own  # of all ranks that reduce this model
+        self.ranks: Callable[[], frozenset[int]] = frozenset  # these
         self.managed = False  # whether each loss is the mean over its micro-batch
         self.of_one = False  # whether these are parts of one batch
         self.backwards = 0  # passes, each with a batch, of the round that runs, or was just reduced
@@ -103,6 +104,7 @@ class Passes:
         self._is_refused = False  # whether the running backward pass is
         self._differentiated: list[Pass] = []  # whose gradients are part of the graph of the pass to come
         self._weighs: Any = 0.0  # w_i of what was reduced last
+        self._weighed: tuple[int, Any] | None = None  # passes met when that was, and what they weighed
         self.added = 1  # passes of that, if their gradients were added up as they are
         self.shapes: list[Shapes] = []  # of what was reduced last, where its weight is an assumption
         self._left_over = False  # whether there were gradients before the round
@@ -243,6 +245,22 @@ class Passes:
         finally:
             self.forget()
 
+    def check_met(self, met: list[Pass] | None = None) -> None:
+        """All gradients are there. Raise InputError if passes that were met after a part was reduced change
+        what they weigh. met: those of a backward pass that is over.
+        """
+        running = met or self._running
+        if not running or self._weighed is None or self._weighed[0] == len(running) or self._is_refused:
+            return
+        try:
+            if (found := self._weight_of(running)) != self._weighed[1]:
+                known = f"{float(self._weighed[1]):g} of {float(found):g} samples when its reduction began"
+                expected = "hook.set_weight(n) before backward()"
+                raise InputError("weighted_hook", "backward()", known, expected)
+        except InputError:
+            self._is_refused = True
+            raise
+
     def _weigh_all(self) -> tuple[Any, Any]:
         assert self._running is not None
         if all(one.kept for one in self._running):
@@ -252,6 +270,7 @@ class Passes:
             )
             raise InputError("weighted_hook", "no_sync()", found, expected)
         own = self._weight_of(self._running)
+        self._weighed = len(self._running), own
         total: Any = sum((one.weight for one in self._before), own)
         unit = total
         if self._before and self.managed and not self._sums:
@@ -282,7 +301,7 @@ class Passes:
 
     def _start(self, begun: Pass) -> None:
         self._running, self._task, self._has_gradients = [begun], torch._C._current_graph_task_id(), False
-        self._gathered, self._is_refused = self.is_gathered(), False
+        self._gathered, self._is_refused, self._weighed = self.is_gathered(), False, None
         _engine.queue_callback(self._computed)
         if self._before and not self.managed:
             self._drop_kept()
@@ -352,6 +371,7 @@ class Passes:
             if torch.is_grad_enabled():  # with create_graph
                 self._differentiated += running
             return
+        self.check_met(running)
         self._met_weight = 0.0 if self._is_refused else self._weight_of(running)
         is_said = self.is_said
         self._said, self._differentiated, self._met = None, [], running
@@ -367,17 +387,22 @@ class Passes:
         own, found = self._weighs, ""
         if Passes._models[0] != self._task:
             Passes._models = self._task, []
-        for other, others, other_said in Passes._models[1]:
+        asked: dict[int, Passes] = {}  # those whose ranks all have both models
+        for passes, other, others, other_said in Passes._models[1]:
+            both = self if self.ranks() <= passes.ranks() else passes
+            if both.ranks() <= self.ranks():
+                asked[id(both)] = both
             if is_said or other_said:
                 continue
             shares = [float(w) / float(not_zero(all_)) for w, all_ in ((own, total), (other, others))]
             if other != own and abs(shares[0] - shares[1]) > CLOSE:
                 found = f"one loss of two models, of {float(other):g} and {float(own):g} samples"
-        if Passes._models[1] and self.largest(int(bool(found))):  # all ranks have both models
+        on_others = [both.largest(int(bool(found))) for both in asked.values()]
+        if found or any(on_others):
             found = found or "one loss of two models, of unlike samples on other ranks"
             expected = "a backward() for each, or set_weight(n) of the loss on both hooks before it"
             raise InputError("weighted_hook", "backward()", found, expected)
-        Passes._models[1].append((own, total, is_said))
+        Passes._models[1].append((self, own, total, is_said))
 
     @property
     def is_kept(self) -> bool:
