@@ -34,17 +34,18 @@ class MicroBatches:
         """`count` micro-batches out of a source, of one batch or of several; only the last backward pass
         reduces.
         """
-        number, before, self._passes.managed, self._passes.of_one = 0, self._passes.managed, True, of_one
+        number, is_over, before = 0, False, self._passes.managed
+        self._passes.managed, self._passes.of_one = True, of_one
         try:
             for number, micro in enumerate(islice(source, count), 1):
                 with nullcontext() if number == count else self._ddp.no_sync():
                     yield micro
+            is_over = number == count and not self._passes.is_pending
         finally:
             self._passes.managed, self._passes.of_one = before, False
-            if number < count:
+            if not is_over:
                 self._passes.forget()
-        if number < count:
-            raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
+        check_round(number, count, is_over)
 
     def rounds(self, loader: Any, count: int) -> Iterator[Iterator[Any]]:
         """The passes of each round of a loader that gives `count` micro-batches a round."""
@@ -55,6 +56,15 @@ class MicroBatches:
             if next(passes, None) is not None:
                 expected = "a loop over all of them"
                 raise InputError("rounds", "micro-batches of a round", "some that are left", expected)
+
+
+def check_round(number: int, count: int, is_over: bool) -> None:
+    """Raise InputError for a round of so many micro-batches, out of `count`, that was not reduced."""
+    if number < count:
+        raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
+    if not is_over:
+        found = "a last one without backward(), which reduces the gradients of all"
+        raise InputError("accumulate", "micro-batches", found, "backward() for each")
 
 
 def cuts_of(rows: int, parts: int, most: int | None = None) -> list[tuple[int, int]]:

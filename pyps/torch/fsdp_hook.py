@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from pyps.errors import InputError
-from pyps.torch.accumulate import cuts_of, rows_between
+from pyps.torch.accumulate import check_round, cuts_of, rows_between
 from pyps.torch.fsdp_shards import ShardedModules
 from pyps.torch.gathered import is_gathered
 from pyps.torch.lockstep import REFUSED
@@ -38,6 +38,7 @@ class _Round:
 
     whole: whether only the last pass reduces. last: whether the pass that comes next is that. is_empty:
     whether that has no samples of its own. unit: of what the last pass has reduced, once that is known.
+    is_reduced: whether it has.
     """
 
     def __init__(self, whole: bool) -> None:
@@ -45,7 +46,7 @@ class _Round:
         self.weights: list[Any] = []
         self.shapes: list[Shapes] = []
         self.unit: Any = None
-        self.last = self.is_empty = False
+        self.last = self.is_empty = self.is_reduced = False
         self.assumed: torch.Tensor | None = None
 
 
@@ -136,11 +137,13 @@ class FSDPHook(WeightedHook):
         if suspended() or not gradients:
             return
         self.passes.arrived()
-        if not reduces:
-            if self._round is None:
-                expected = "hook.accumulate(batch, parts) or hook.rounds(loader) around such passes"
-                raise InputError("weighted_hook", "backward()", "a pass that does not reduce", expected)
+        if not reduces and self._round is not None:
             return
+        if not reduces:
+            expected = "hook.accumulate(batch, parts) or hook.rounds(loader) around such passes"
+            found = "a pass that does not reduce"
+            self.passes.refuse(InputError("weighted_hook", "backward()", found, expected))
+            self._shards.reduce_now()  # other ranks may wait for it
         if self._factor is None:
             self._factor = self._factor_of(*self._own_weight())
         if self._squares is not None:
@@ -189,22 +192,27 @@ class FSDPHook(WeightedHook):
         if any(bool(one.any()) for one in self._gradients()):
             found, expected = "those of an earlier round", "zero_grad() before it"
             self.passes.refuse(InputError("accumulate", "gradients", found, expected))
-        number, self._round, self.passes.managed, self.passes.of_one = 0, _Round(whole), True, of_one
+        number, here, is_over = 0, _Round(whole), False
+        self._round, self.passes.managed, self.passes.of_one = here, True, of_one
         with self._shards.restored():
             try:
                 for number, micro in enumerate(islice(source, count), 1):
-                    self._round.last, self._round.is_empty = number == count, number > filled
+                    here.last, here.is_empty = number == count, number > filled
                     (self._shards.stay_whole if whole else self._shards.reduce_last)(number == count)
                     yield micro
+                begun = here.weights or self.passes.is_pending
+                is_over = number == count and (here.is_reduced or not begun)
             finally:
                 self._round, self.passes.managed, self.passes.of_one = None, False, False
-                if number < count:
+                if not is_over:
                     self._refusal = None
                     self.passes.forget()
-        if number < count:
-            raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
+                    self._shards.forget_gradients()
+        check_round(number, count, is_over)
 
     def _begin(self, weight: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._factor = None  # else of a backward pass that failed
         self.passes.begin(weight, False)
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -289,9 +297,11 @@ class FSDPHook(WeightedHook):
         if not is_reduced:
             self.passes.keep()
         elif self._round is None or self._round.last:
-            if self._round is not None and not self._round.whole and not self.passes.again:
-                self._correct()
-            if (refusal := self._refused()) is not None:
+            if self._round is not None:
+                self._round.is_reduced = True
+                if not self._round.whole and not self.passes.again:
+                    self._correct()
+            if (refusal := self._refused() or self.passes.refused()) is not None:
                 raise refusal
             if self.lockstep.is_due():
                 self._arrived()

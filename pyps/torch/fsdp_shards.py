@@ -22,7 +22,13 @@ from pyps.torch.waiting import Waiting
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
 GradientWatch = Callable[[list[tuple[torch.Tensor, torch.Tensor]], bool], None]
-KEPT = ("reduce_grads", "reshard_after_backward", "post_forward_mesh_info", "gradient_divide_factor")
+KEPT = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+    "gradient_divide_factor",
+)
 
 
 class ShardedModules:
@@ -71,6 +77,18 @@ class ShardedModules:
         self._model.set_reshard_after_forward(False)
         self._model.set_reshard_after_backward(last)
         self._model.set_requires_gradient_sync(last)
+
+    def reduce_now(self) -> None:
+        """From now on each pass reduces."""
+        self._model.set_requires_gradient_sync(True)
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that are not reduced: zero_grad() sees those of the shards alone."""
+        for group in self._groups:
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
 
     def divide_evenly(self) -> None:
         """The next backward pass averages over ranks, whatever factor was set."""

@@ -286,6 +286,11 @@ class Passes:
         self._weighs = total
         return total, unit
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that were kept and not reduced yet."""
+        return bool(self._before)
+
     def forget(self) -> None:
         """No pass is pending."""
         self._before, self._unit, self._left_over, self._is_over = [], None, False, True

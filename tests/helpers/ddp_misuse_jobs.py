@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_balance_jobs import EmulatedTimer
-from ddp_jobs import net, numbers, square
+from ddp_jobs import flat, mine, net, numbers, off, square
 from device import DEVICE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -162,6 +163,9 @@ def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool 
             elif how == "no forward":
                 loss = square(model, inputs, targets)
                 (sum(p.square().sum() for p in model.parameters()) if now else loss).backward()
+            elif how == "no reduction":
+                model.set_requires_gradient_sync(not now)
+                square(model, inputs, targets).backward()
             else:
                 for parameter in model.parameters() if now else ():
                     parameter.grad = torch.ones_like(parameter)
@@ -169,6 +173,48 @@ def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool 
                     square(model, x, y).backward()
 
     return said_by(train)
+
+
+class Early(torch.nn.Module):
+    """Features, or what a head makes of them: its gradients are there before those of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, whole: bool) -> torch.Tensor:
+        found: torch.Tensor = self.body(inputs)
+        return self.head(found) if whole else found
+
+
+@in_new_pair
+def met_late(group: dist.ProcessGroup, batches: list[int], shares: bool) -> tuple[list[float], str]:
+    """Of a loss of two passes, one of which is met when the head's bucket is on its way: by round, how far
+    the gradient is off; what is said once rank 1 has one sample less in that pass. shares: each pass has its
+    own samples, and its share.
+    """
+    torch.manual_seed(0)
+    alone = Early().double().to(DEVICE)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group, bucket_cap_mb=1e-5)
+    hook, errors = weighted_hook(ddp), list[float]()
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor, rows: int) -> torch.Tensor:
+        first = torch.nn.functional.mse_loss(model(x[:rows], False), y[:rows])
+        first = first * hook.share(rows, rows + len(x)) if shares else first
+        second = torch.nn.functional.mse_loss(model(x, True), y)
+        return first + (second * hook.share(len(x), rows + len(x)) if shares else second)
+
+    def train() -> None:
+        for number in range(4):
+            whole = numbers(number, sum(batches), torch.float64)
+            own = [values[mine(batches, group)] for values in whole]
+            less = 1 if number == 3 and dist.get_rank(group) == 1 else 0
+            ddp.zero_grad()
+            loss(ddp, *own, len(own[0]) - less).backward()
+            right = torch.autograd.grad(loss(alone, *whole, sum(batches)), list(alone.parameters()))
+            errors.append(off(flat(p.grad for p in ddp.parameters()), flat(right)))
+
+    return errors, said_by(train)
 
 
 @in_new_pair
@@ -194,6 +240,29 @@ def one_loss_of_two_models(group: dist.ProcessGroup, batches: list[int], constan
 
     def train() -> None:
         found = models[0](inputs) + models[1](prompts).mean(0)
+        torch.nn.functional.mse_loss(found, targets).backward()
+
+    return said_by(train)
+
+
+def one_loss_over_unlike_groups(group: dist.ProcessGroup, rows: list[int]) -> str:
+    """What is said of a loss through a model of three ranks, on two of them through one of these two also,
+    which gets as many inputs by rank.
+    """
+    three, two, rank = dist.new_group([0, 1, 2]), dist.new_group([0, 1]), dist.get_rank(group)
+    if rank > 2:
+        return ""
+    model = DistributedDataParallel(net(), process_group=three)
+    weighted_hook(model)
+    inputs, targets = numbers(0, 6 + rank)
+    other = None if rank == 2 else DistributedDataParallel(net(), process_group=two)
+    if other is not None:
+        weighted_hook(other)
+
+    def train() -> None:
+        found = model(inputs)
+        if other is not None:
+            found = found + other(inputs[: rows[rank]]).mean(0)
         torch.nn.functional.mse_loss(found, targets).backward()
 
     return said_by(train)

@@ -77,6 +77,7 @@ def test_a_call_on_one_rank_only(ranks: Ranks, call: str) -> None:
         ("no forward", False, "found a gradient of samples that no forward() of this model has counted"),
         ("left over", False, "found those of an earlier round"),
         ("left over", True, "found those of an earlier round"),
+        ("no reduction", True, "found a pass that does not reduce"),
     ],
 )
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -89,6 +90,22 @@ def test_what_one_rank_refuses_all_do(
     other, own = pair(ranks, jobs.refused_alone, how, rounds, shards)
     assert expected in own
     assert "found gradients that rank 1 refused" in other
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU that rank alone")
+def test_a_pass_that_is_met_when_a_part_is_on_its_way(ranks: Ranks) -> None:
+    (errors, other), (_, own) = pair(ranks, jobs.met_late, [6, 4], False)
+    assert len(errors) == 3
+    assert max(errors) < 1e-12
+    assert "found forward passes of 3 and 4 samples" in own
+    assert "found gradients that rank 1 refused" in other
+
+
+def test_shares_that_are_met_when_a_part_is_on_its_way(ranks: Ranks) -> None:
+    """What the first buckets were weighted by is not all of it."""
+    for errors, said in pair(ranks, jobs.met_late, [6, 4], True):
+        assert max(errors, default=0) < 1e-12
+        assert "samples when its reduction began; expected hook.set_weight(n)" in said
 
 
 def test_a_second_hook(ranks: Ranks) -> None:
@@ -137,6 +154,15 @@ def test_where_one_rank_alone_could_not_tell_that_models_weigh_unlike(ranks: Ran
     said = ranks.run(4, jobs.one_loss_of_two_models, [8, 4, 6], 5)[:3]
     assert "one loss of two models, of 8 and 5 samples" in said[0] or "of 5 and 8 samples" in said[0]
     assert "one loss of two models, of unlike samples on other ranks" in said[2]
+
+
+def test_models_over_unlike_groups(ranks: Ranks) -> None:
+    """Of three ranks two have both models: they ask each other, and not the third."""
+    assert ranks.run(4, jobs.one_loss_over_unlike_groups, [6, 7]) == [""] * 4
+    said = ranks.run(4, jobs.one_loss_over_unlike_groups, [6, 5])
+    assert "one loss of two models, of unlike samples on other ranks" in said[0]
+    assert "one loss of two models, of 5 and 7 samples" in said[1]
+    assert said[2:] == ["", ""]
 
 
 @pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
