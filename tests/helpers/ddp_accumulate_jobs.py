@@ -219,6 +219,12 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     parts = UnevenBatchSampler(40, [7, 6], dist.get_rank(group), accumulate=[2, 1])
     unlike = weighted_hook(DistributedDataParallel(normed, process_group=group), parts)
     said = []
+
+    def without_the_last() -> None:
+        for number, (x, y) in enumerate(hook.accumulate(own, 3)):
+            if number < 2:
+                square(ddp, x, y).backward()
+
     for wrong in (
         lambda: list(hook.accumulate(own, 0)),
         lambda: list(weighted_hook(DistributedDataParallel(net(), process_group=group)).rounds([])),
@@ -229,6 +235,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         lambda: list(unlike.rounds([own])),
         lambda: list(unlike.accumulate(own, [2, 1])),
         lambda: list(unlike.accumulate(own, 7)),  # rank 1 has 6
+        without_the_last,
     ):
         try:
             wrong()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,64 @@ def gradient_errors(
         with torch.no_grad():  # a pass that trains nothing counts for nothing
             model(own[0])
     return errors
+
+
+def errors_after_rounds_left(
+    group: dist.ProcessGroup, batches: list[int], parts: int | list[int], replicas: int
+) -> list[float]:
+    """How far gradients are off after rounds that a script leaves, each time before another micro-batch's
+    backward(). replicas: none under DDP.
+    """
+    alone = net(torch.float64)
+    model: Any = copy.deepcopy(alone)
+    if replicas:
+        model = sharded(model, mesh_of(group, replicas))
+    else:
+        model = DistributedDataParallel(model, process_group=group)
+    hook, optimizer = weighted_hook(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    count = parts if isinstance(parts, int) else parts[dist.get_rank(group)]
+    errors = []
+    for left in range(count):
+        whole = numbers(left, sum(batches), torch.float64)
+        own = tuple(x[mine(batches, group)] for x in whole)
+        right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+        for number, micro in enumerate(hook.accumulate(own, parts)):
+            if number == left:
+                break
+            square(model, *micro).backward()
+        for cut in (False, True):
+            optimizer.zero_grad()
+            for micro in hook.accumulate(own, parts) if cut else [own]:
+                square(model, *micro).backward()
+            found = gradient(model) if replicas else flat(p.grad for p in model.parameters())
+            errors.append(off(found, right))
+        optimizer.zero_grad()
+    return errors
+
+
+def error_after_a_failed_pass(group: dist.ProcessGroup, batches: list[int]) -> float:
+    """How far a gradient is off after a backward pass that failed when some of it was reduced."""
+    alone = net(torch.float64)
+    model = sharded(copy.deepcopy(alone), mesh_of(group, 1))
+    weighted_hook(model)
+    if not hasattr(model, "reset_iter_state"):
+        return 0.0  # before torch 2.13 FSDP2 does not go on
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    failing = model[1].register_full_backward_hook(fail)
+    for number, split in enumerate((batches, batches[::-1])):
+        whole = numbers(number, sum(split), torch.float64)
+        own = tuple(x[mine(split, group)] for x in whole)
+        try:
+            square(model, *own).backward()
+        except ArithmeticError:
+            failing.remove()
+            model.reset_iter_state()
+            model.zero_grad()
+    right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+    return off(gradient(model), right)
 
 
 class Parts(nn.Module):
@@ -227,6 +286,13 @@ def misused(group: dist.ProcessGroup) -> list[str]:
     said.append(said_by(lambda: list(hook.accumulate(batch, 0))))
     said.append(said_by(lambda: list(hook.rounds([]))))
     said.append(said_by(lambda: GradientNoise(model)))
+
+    def without_the_last(parts: int | list[int]) -> None:
+        for number, micro in enumerate(hook.accumulate(batch, parts)):
+            if number == 0:
+                square(model, *micro).backward()
+
+    said += [said_by(partial(without_the_last, parts)) for parts in ([2, 2], 2)]
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ddp_accumulate_jobs as jobs
+import fsdp_jobs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -106,7 +107,14 @@ def test_misuse(ranks: Ranks) -> None:
         assert "rounds: micro-batches: found (2, 1); expected as many on every rank" in said[6]
         assert "accumulate: micro-batches: found (2, 1); expected as many on every rank" in said[7]
         assert "accumulate: micro-batches: found (" in said[8]
-        assert said[9] == "exact"
+        assert "accumulate: micro-batches: found a last one without backward()" in said[9]
+        assert said[10] == "exact"
+
+
+@pytest.mark.parametrize("parts", [[3, 3], 2])
+def test_a_round_that_a_script_leaves_is_forgotten(ranks: Ranks, parts: int | list[int]) -> None:
+    for errors in ranks.run(2, fsdp_jobs.errors_after_rounds_left, [26, 10], parts, 0):
+        assert max(errors) < EXACT
 
 
 @pytest.mark.parametrize("how", ["cut", "counted", "own"])

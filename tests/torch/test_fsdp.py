@@ -42,6 +42,21 @@ def test_the_gradient_is_the_one_of_one_process(
         assert max(errors) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("batches", "parts", "replicas"),
+    [([26, 10], [2, 2], 1), ([26, 10], 2, 1), ([5, 9, 2, 8], [2, 2, 2, 2], 2)],
+)
+def test_a_round_that_a_script_leaves_is_forgotten(
+    ranks: Ranks, batches: list[int], parts: int | list[int], replicas: int
+) -> None:
+    for errors in ranks.run(len(batches), jobs.errors_after_rounds_left, batches, parts, replicas):
+        assert max(errors) < EXACT
+
+
+def test_a_pass_after_one_that_failed_has_its_own_weight(ranks: Ranks) -> None:
+    assert max(ranks.run(2, jobs.error_after_a_failed_pass, [26, 9])) < EXACT
+
+
 def test_parts_by_what_memory_holds_are_as_many_on_each_rank(ranks: Ranks) -> None:
     for errors in ranks.run(3, jobs.gradient_errors, [26, 10, 3], 0, 1, False, [8, 5, 40]):
         assert max(errors) < EXACT
@@ -150,6 +165,7 @@ def test_misuse(ranks: Ranks) -> None:
         assert (
             "GradientNoise: hook: found FSDPSequential; expected what weighted_hook(model) gives" in said[5]
         )
+        assert all("micro-batches: found a last one without backward()" in one for one in said[6:])
 
 
 @pytest.mark.parametrize(
