@@ -105,7 +105,8 @@ class Lockstep:
         _same("micro-batches in no_sync()", [row[4] for row in rows if row[4] != UNKNOWN], expected_shares)
         if len({row[5] for row in rows} - {UNKNOWN}) > 1:
             found = "unlike shapes on the ranks, not in the first dimension alone, or unlike targets by row"
-            expected = "count=, or hook.set_weight(n) before backward(): what the loss is a mean over"
+            expected = "weighted_hook(model, count=lambda x, *_, **__: len(x)) for a mean over rows, or "
+            expected += "hook.set_weight(mask.sum()) before backward() for one over what a mask keeps"
             raise InputError("weighted_hook", "samples", found, expected)
         if max(calls) > 1:
             raise InputError(
