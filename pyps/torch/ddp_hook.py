@@ -212,7 +212,7 @@ class DDPHook(WeightedHook):
         for module in self._ddp.module.modules():
             trained = (p for p in module.parameters(recurse=False) if p.requires_grad)
             for parameter in islice(trained, 1):
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                self._on_parts.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
     def _arrived(self, _: torch.Tensor) -> None:
         if not suspended():

@@ -106,7 +106,7 @@ class Lockstep:
         if len({row[5] for row in rows} - {UNKNOWN}) > 1:
             found = "unlike shapes on the ranks, not in the first dimension alone, or unlike targets by row"
             expected = "weighted_hook(model, count=lambda x, *_, **__: len(x)) for a mean over rows, or "
-            expected += "hook.set_weight(mask.sum()) before backward() for one over what a mask keeps"
+            expected += "hook.set_weight(n) before backward() for one over n others, such as mask.sum()"
             raise InputError("weighted_hook", "samples", found, expected)
         if max(calls) > 1:
             raise InputError(

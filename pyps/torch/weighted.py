@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import check_weight, note_weights, rows_of
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()  # models that have a hook
+_latest: WeakKeyDictionary[torch.nn.Module, ReferenceType[WeightedHook]] = WeakKeyDictionary()  # of modules
 _suspended = False
 OWN_BATCHES = (
     "the model's BatchNorm takes its statistics from each rank's own batch, small on slow ranks; for those "
@@ -85,10 +86,21 @@ class WeightedHook(ABC):
         watch()
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, with_kwargs=True)
-        for part in _parts(getattr(model, "module", model)):
-            if part is not model and any(True for _ in part.parameters()):
-                part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
+        inner = getattr(model, "module", model)
+        self._on_parts = [
+            part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
+            for part in _parts(inner)
+            if part is not model and any(True for _ in part.parameters())
+        ]
+        if (earlier := _latest.get(inner)) is not None and (before := earlier()) is not None:
+            before._leave_parts()  # this module went into another DDP
+        _latest[inner] = ref(self)
         _hooked.add(model)
+
+    def _leave_parts(self) -> None:
+        """Another hook counts what the module computes from now on."""
+        for handle in self._on_parts:
+            handle.remove()
 
     @property
     def least_samples(self) -> int:

@@ -283,6 +283,27 @@ class OfTwoTypes(nn.Module):
         return self.last(torch.tanh(self.first(inputs)).double())
 
 
+def errors_in_another_ddp(group: dist.ProcessGroup, batches: list[int]) -> list[float]:
+    """How far the gradient of a module is off that was frozen in part, and goes into DDP again with all."""
+    alone = net(torch.float64)
+    module = copy.deepcopy(alone)
+    whole = numbers(0, sum(batches), torch.float64)
+    own = tuple(x[mine(batches, group)] for x in whole)
+    right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
+    errors = []
+    for trains in (False, True):
+        module[0].requires_grad_(trains)
+        ddp = DistributedDataParallel(module, process_group=group)
+        weighted_hook(ddp)
+        for _ in range(2):
+            module.zero_grad()
+            square(ddp, *own).backward()
+            trained = [p for p in module.parameters() if p.requires_grad]
+            found = flat(p.grad for p in trained)
+            errors.append(off(found, right[-len(found) :]))
+    return errors
+
+
 def two_types_errors(
     group: dist.ProcessGroup, batches: list[int], ddp_options: dict[str, Any]
 ) -> tuple[list[float], int]:

@@ -69,6 +69,11 @@ def test_parameters_of_two_types(ranks: Ranks, ddp_options: dict[str, Any]) -> N
         assert counted == len(errors)
 
 
+def test_a_module_may_go_into_another_ddp(ranks: Ranks) -> None:
+    for errors in ranks.run(2, ddp_jobs.errors_in_another_ddp, [9, 4]):
+        assert max(errors) < 1e-12
+
+
 def test_a_cache_for_the_next_call_is_no_part_of_a_loss(ranks: Ranks) -> None:
     assert max(ranks.run(2, ddp_jobs.error_with_a_cache, [9, 4], [5, 8])) < FP32
 
