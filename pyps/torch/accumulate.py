@@ -35,14 +35,15 @@ class MicroBatches:
         reduces.
         """
         number, is_over, before = 0, False, self._passes.managed
-        self._passes.managed, self._passes.of_one = True, of_one
+        self._passes.managed = self._passes.in_round = True
+        self._passes.of_one = of_one
         try:
             for number, micro in enumerate(islice(source, count), 1):
                 with nullcontext() if number == count else self._ddp.no_sync():
                     yield micro
             is_over = number == count and not self._passes.is_pending
         finally:
-            self._passes.managed, self._passes.of_one = before, False
+            self._passes.managed, self._passes.of_one, self._passes.in_round = before, False, False
             if not is_over:
                 self._passes.forget()
         check_round(number, count, is_over)

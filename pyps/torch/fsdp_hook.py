@@ -193,7 +193,8 @@ class FSDPHook(WeightedHook):
             found, expected = "those of an earlier round", "zero_grad() before it"
             self.passes.refuse(InputError("accumulate", "gradients", found, expected))
         number, here, is_over = 0, _Round(whole), False
-        self._round, self.passes.managed, self.passes.of_one = here, True, of_one
+        self._round, self.passes.of_one = here, of_one
+        self.passes.managed = self.passes.in_round = True
         with self._shards.restored():
             try:
                 for number, micro in enumerate(islice(source, count), 1):
@@ -203,7 +204,8 @@ class FSDPHook(WeightedHook):
                 begun = here.weights or self.passes.is_pending
                 is_over = number == count and (here.is_reduced or not begun)
             finally:
-                self._round, self.passes.managed, self.passes.of_one = None, False, False
+                self._round, self.passes.of_one = None, False
+                self.passes.managed = self.passes.in_round = False
                 if not is_over:
                     self._refusal = None
                     self.passes.forget()

@@ -82,6 +82,7 @@ class Passes:
         self.ranks: Callable[[], frozenset[int]] = frozenset  # these
         self.managed = False  # whether each loss is the mean over its micro-batch
         self.of_one = False  # whether these are parts of one batch
+        self.in_round = False  # whether accumulate() or rounds() gives them
         self.backwards = 0  # passes, each with a batch, of the round that runs, or was just reduced
         self.samples: int | None = 0  # of these, if they are known
         self._is_over = True  # whether it was
@@ -253,10 +254,9 @@ class Passes:
         if not running or self._weighed is None or self._weighed[0] == len(running) or self._is_refused:
             return
         try:
-            if (found := self._weight_of(running)) != self._weighed[1]:
-                known = f"{float(self._weighed[1]):g} of {float(found):g} samples when its reduction began"
-                expected = "hook.set_weight(n) before backward()"
-                raise InputError("weighted_hook", "backward()", known, expected)
+            if (whole := self._weight_of(running)) != self._weighed[1]:
+                found = f"{float(self._weighed[1]):g} of {float(whole):g} samples when its reduction began"
+                raise InputError("weighted_hook", "backward()", found, "hook.set_weight(n) before it")
         except InputError:
             self._is_refused = True
             raise
@@ -308,7 +308,7 @@ class Passes:
         self._running, self._task, self._has_gradients = [begun], torch._C._current_graph_task_id(), False
         self._gathered, self._is_refused, self._weighed = self.is_gathered(), False, None
         _engine.queue_callback(self._computed)
-        if self._before and not self.managed:
+        if self._before:
             self._drop_kept()
         if self.managed or self._sums:
             try:
@@ -422,17 +422,20 @@ class Passes:
         self._unit = unit_of(weighed.weight)
         for one in self._met:
             one.counted = self._number
-        if not self.managed:
-            kept = self._gradients()
-            self._last_kept = (kept[0], kept[0]._version) if kept else None
+        kept = self._gradients()
+        self._last_kept = (kept[0], kept[0]._version) if kept else None
 
     def _drop_kept(self) -> None:
-        """Forget the passes whose gradients a script has set to zero since."""
+        """Forget the passes whose gradients a script has set to zero since; within a round, refuse that."""
         before, gradients = self._last_kept, self._gradients()
         if before and gradients and before[0] is gradients[0] and before[1] == gradients[0]._version:
             return
-        if not any(bool(one.any()) for one in gradients):
-            self.forget()
+        if any(bool(one.any()) for one in gradients):
+            return
+        self.forget()
+        if self.in_round:
+            expected = "zero_grad() and step() between rounds: only the last micro-batch reduces them"
+            self.refuse(InputError("weighted_hook", "gradients", "none of the micro-batches before", expected))
 
 
 def _as_weighed(passes: list[Pass], weight: Any) -> Pass:

@@ -225,6 +225,11 @@ def misused(group: dist.ProcessGroup) -> list[str]:
             if number < 2:
                 square(ddp, x, y).backward()
 
+    def step_within() -> None:
+        for x, y in hook.accumulate(own, 3):
+            ddp.zero_grad()
+            square(ddp, x, y).backward()
+
     for wrong in (
         lambda: list(hook.accumulate(own, 0)),
         lambda: list(weighted_hook(DistributedDataParallel(net(), process_group=group)).rounds([])),
@@ -236,6 +241,7 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         lambda: list(unlike.accumulate(own, [2, 1])),
         lambda: list(unlike.accumulate(own, 7)),  # rank 1 has 6
         without_the_last,
+        step_within,
     ):
         try:
             wrong()
@@ -251,6 +257,20 @@ def misused(group: dist.ProcessGroup) -> list[str]:
         square(ddp, x, y).backward()
     found = off(flat(p.grad for p in ddp.parameters()), one_process(alone, whole, False))
     return [*said, "exact" if found < 1e-12 else f"{found} off"]
+
+
+def error_after_dropped(group: dist.ProcessGroup, batches: list[int]) -> float:
+    """How far a gradient is off after a micro-batch whose gradients a library's loop has dropped."""
+    alone = net(torch.float64)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    weighted_hook(ddp).passes.managed = True  # as adapters of libraries do, for the whole run
+    whole = numbers(0, sum(batches), torch.float64)
+    own = [x[mine(batches, group)] for x in whole]
+    with ddp.no_sync():
+        square(ddp, *(x[:3] for x in own)).backward()
+    ddp.zero_grad()
+    square(ddp, *own).backward()
+    return off(flat(p.grad for p in ddp.parameters()), one_process(alone, whole, False))
 
 
 def noise_scales(

@@ -108,7 +108,12 @@ def test_misuse(ranks: Ranks) -> None:
         assert "accumulate: micro-batches: found (2, 1); expected as many on every rank" in said[7]
         assert "accumulate: micro-batches: found (" in said[8]
         assert "accumulate: micro-batches: found a last one without backward()" in said[9]
-        assert said[10] == "exact"
+        assert "weighted_hook: gradients: found none of the micro-batches before" in said[10]
+        assert said[11] == "exact"
+
+
+def test_what_a_library_drops_weighs_nothing(ranks: Ranks) -> None:
+    assert max(ranks.run(2, jobs.error_after_dropped, [9, 4])) < EXACT
 
 
 @pytest.mark.parametrize("parts", [[3, 3], 2])

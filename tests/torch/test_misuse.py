@@ -105,7 +105,7 @@ def test_shares_that_are_met_when_a_part_is_on_its_way(ranks: Ranks) -> None:
     """What the first buckets were weighted by is not all of it."""
     for errors, said in pair(ranks, jobs.met_late, [6, 4], True):
         assert max(errors, default=0) < 1e-12
-        assert "samples when its reduction began; expected hook.set_weight(n)" in said
+        assert "samples when its reduction began; expected hook.set_weight(n) before it" in said
 
 
 def test_a_second_hook(ranks: Ranks) -> None:
