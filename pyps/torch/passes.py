@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -67,7 +68,7 @@ class Passes:
 
     # Of the latest backward pass: autograd's number of it, and of each model that it has reduced its passes,
     # w_i, W, and whether a script has set w_i.
-    _models: ClassVar[tuple[int, list[tuple[Passes, Any, torch.Tensor, bool]]]] = -1, []
+    _models: ClassVar[tuple[int, list[tuple[ReferenceType[Passes], Any, torch.Tensor, bool]]]] = -1, []
 
     def __init__(
         self,
@@ -393,7 +394,8 @@ class Passes:
         if Passes._models[0] != self._task:
             Passes._models = self._task, []
         asked: dict[int, Passes] = {}  # those whose ranks all have both models
-        for passes, other, others, other_said in Passes._models[1]:
+        for known, other, others, other_said in Passes._models[1]:
+            passes = known() or self
             both = self if self.ranks() <= passes.ranks() else passes
             if both.ranks() <= self.ranks():
                 asked[id(both)] = both
@@ -407,7 +409,7 @@ class Passes:
             found = found or "one loss of two models, of unlike samples on other ranks"
             expected = "a backward() for each, or set_weight(n) of the loss on both hooks before it"
             raise InputError("weighted_hook", "backward()", found, expected)
-        Passes._models[1].append((self, own, total, is_said))
+        Passes._models[1].append((ref(self), own, total, is_said))
 
     @property
     def is_kept(self) -> bool:
