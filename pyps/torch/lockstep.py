@@ -104,7 +104,8 @@ class Lockstep:
         expected_shares = "as many on every rank, or each loss times hook.share(len(micro), len(batch))"
         _same("micro-batches in no_sync()", [row[4] for row in rows if row[4] != UNKNOWN], expected_shares)
         if len({row[5] for row in rows} - {UNKNOWN}) > 1:
-            found = "unlike shapes on the ranks, not in the first dimension alone, or unlike targets by row"
+            found = "unlike shapes on the ranks, not in the first dimension alone, unlike targets by row, or "
+            found += "unlike numbers of forward passes in a loss"
             expected = "weighted_hook(model, count=lambda x, *_, **__: len(x)) for a mean over rows, or "
             expected += "hook.set_weight(n) before backward() for one over n others, such as mask.sum()"
             raise InputError("weighted_hook", "samples", found, expected)

@@ -109,6 +109,7 @@ class Passes:
         self._weighed: tuple[int, Any] | None = None  # passes met when that was, and what they weighed
         self.added = 1  # passes of that, if their gradients were added up as they are
         self.shapes: list[Shapes] = []  # of what was reduced last, where its weight is an assumption
+        self.met = 1  # passes of its loss, if these have the same samples
         self._left_over = False  # whether there were gradients before the round
 
     def begin(self, weight: Any, kept: bool) -> None:
@@ -272,6 +273,7 @@ class Passes:
             raise InputError("weighted_hook", "no_sync()", found, expected)
         own = self._weight_of(self._running)
         self._weighed = len(self._running), own
+        self.met = 1 if any(one.share is not None for one in self._running) else len(self._running)
         total: Any = sum((one.weight for one in self._before), own)
         unit = total
         if self._before and self.managed and not self._sums:
@@ -342,12 +344,8 @@ class Passes:
         """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
         if self._said is not None:
             return self._said
-        if (
-            len(passes) == 1
-            and not self._differentiated
-            and not self._gathered
-            and passes[0].weight is not None
-        ):
+        is_alone = len(passes) == 1 and not self._differentiated and not self._gathered
+        if is_alone and passes[0].weight is not None:
             return passes[0].weight
         if self._gathered:
             expected = "hook.set_weight(1) before backward(): it is the same on each rank"

@@ -218,6 +218,20 @@ def met_late(group: dist.ProcessGroup, batches: list[int], shares: bool) -> tupl
 
 
 @in_new_pair
+def in_chunks(group: dist.ProcessGroup, batches: list[int], size: int) -> str:
+    """What is said of a loss over a batch that goes through the model in chunks."""
+    model = DistributedDataParallel(net(), process_group=group)
+    weighted_hook(model)
+    inputs, targets = numbers(0, batches[dist.get_rank(group)])
+
+    def train() -> None:
+        found = torch.cat([model(chunk) for chunk in inputs.split(size)])
+        torch.nn.functional.mse_loss(found, targets).backward()
+
+    return said_by(train)
+
+
+@in_new_pair
 def counted_in_bits(group: dist.ProcessGroup, bits: torch.dtype) -> list[str]:
     """What is said of weights in a type that rounds them, counted or set, and of one below 0."""
     model = DistributedDataParallel(net(), process_group=group)

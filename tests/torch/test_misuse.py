@@ -165,6 +165,12 @@ def test_models_over_unlike_groups(ranks: Ranks) -> None:
     assert said[2:] == ["", ""]
 
 
+def test_chunks_of_a_batch_are_not_its_samples(ranks: Ranks) -> None:
+    """Each of 4, and of unlike numbers: both ranks would count 4."""
+    for said in pair(ranks, jobs.in_chunks, [8, 12], 4):
+        assert "unlike numbers of forward passes in a loss; expected weighted_hook(model, count=" in said
+
+
 @pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
 def test_a_weight_of_16_bits_is_rounded(ranks: Ranks, bits: torch.dtype) -> None:
     with pytest.raises(InputError, match=r"float32 or whole numbers: sum\(dtype=torch.float32\)"):
