@@ -271,8 +271,9 @@ class WeightedHook(ABC):
         knows_rows = hasattr(self.lockstep.sampler, "sizes")  # _check_first() has compared them
         means = self.reduction == "mean"
         found = {one.fingerprint(knows_rows, self._tables, means) for one in shapes} - {None}
-        # Passes of a loss are one more dimension: of chunks of a batch, none is its samples.
-        return (sum(found) + self.passes.met - 1) & BITS if found else None  # type: ignore[arg-type]
+        # Passes of a loss are one more dimension: no chunk of a batch has all of its samples.
+        passes = 0 if knows_rows else self.passes.met - 1
+        return (sum(found) + passes) & BITS if found else None  # type: ignore[arg-type]
 
     def _ready(self) -> None:
         """This rank has the last gradient of a round."""
