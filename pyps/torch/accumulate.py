@@ -34,7 +34,7 @@ class MicroBatches:
         """`count` micro-batches out of a source, of one batch or of several; only the last backward pass
         reduces.
         """
-        number, is_over, before = 0, False, self._passes.managed
+        number, is_over, begun, before = 0, False, self._passes.number, self._passes.managed
         self._passes.managed = self._passes.in_round = True
         self._passes.of_one = of_one
         try:
@@ -44,7 +44,7 @@ class MicroBatches:
             is_over = number == count and not self._passes.is_pending
         finally:
             self._passes.managed, self._passes.of_one, self._passes.in_round = before, False, False
-            if not is_over:
+            if not is_over and self._passes.number == begun:  # nothing was reduced
                 self._passes.forget()
         check_round(number, count, is_over)
 

@@ -206,7 +206,7 @@ class FSDPHook(WeightedHook):
             finally:
                 self._round, self.passes.of_one = None, False
                 self.passes.managed = self.passes.in_round = False
-                if not is_over:
+                if not is_over and not here.is_reduced:
                     self._refusal = None
                     self.passes.forget()
                     self._shards.forget_gradients()

@@ -97,7 +97,7 @@ class Passes:
         self._running: list[Pass] | None = None  # those that the running backward pass has met
         self._task = -1  # autograd's number of that
         self._has_gradients = False  # whether it has reached a parameter
-        self._number = 0  # of the round
+        self.number = 0  # of the round
         self.again = False  # whether what was reduced last are gradients of passes that were reduced before
         self._met: list[Pass] = []  # by the backward pass that was over last
         self._met_weight: Any = 0.0  # of that
@@ -224,7 +224,7 @@ class Passes:
     def _count_pass(self, running: list[Pass], weight: Any) -> None:
         if self._is_over:
             self.backwards, self.samples = 0, 0
-        elif all(one.reduced or one.counted == self._number for one in running):
+        elif all(one.reduced or one.counted == self.number for one in running):
             return  # once more
         self._is_over = False
         if not self.of_one or not self.backwards:
@@ -298,7 +298,7 @@ class Passes:
         """No pass is pending."""
         self._before, self._unit, self._left_over, self._is_over = [], None, False, True
         self._refusal = None
-        self._number += 1
+        self.number += 1
 
     def _meet(self, begun: Pass) -> None:
         """The running backward pass comes from this forward pass."""
@@ -417,11 +417,11 @@ class Passes:
     def keep(self) -> None:
         """Its gradients are not reduced yet. A second backward pass through it adds no samples."""
         weighed = _as_weighed(self._met, self._met_weight)
-        if weighed.counted < self._number:
+        if weighed.counted < self.number:
             self._before.append(weighed)
         self._unit = unit_of(weighed.weight)
         for one in self._met:
-            one.counted = self._number
+            one.counted = self.number
         kept = self._gradients()
         self._last_kept = (kept[0], kept[0]._version) if kept else None
 
