@@ -435,7 +435,7 @@ class Passes:
         self.forget()
         if self.in_round:
             expected = "zero_grad() and step() between rounds: only the last micro-batch reduces them"
-            self.refuse(InputError("weighted_hook", "gradients", "none of the micro-batches before", expected))
+            self.refuse(InputError("weighted_hook", "gradients", "none of earlier micro-batches", expected))
 
 
 def _as_weighed(passes: list[Pass], weight: Any) -> Pass:

@@ -43,7 +43,8 @@ class ReplicaHook(DDPHook):
             expected = "none: its ranks are those of a process group, not replicas that come and go"
             raise InputError("UnevenReplica", "model", "an UnevenSyncBatchNorm", expected)
         super().__init__(ddp, None, count, reduction, "same", None)
-        self.passes.largest, self.passes.ranks = lambda own: own, frozenset  # its group has this replica alone
+        # Its process group has this replica alone.
+        self.passes.largest, self.passes.ranks = lambda own: own, frozenset
         self.rows, self.expected, self.idle, self.trained = 0, 0, False, 0
         self._manager = manager
 

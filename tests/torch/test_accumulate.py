@@ -108,7 +108,7 @@ def test_misuse(ranks: Ranks) -> None:
         assert "accumulate: micro-batches: found (2, 1); expected as many on every rank" in said[7]
         assert "accumulate: micro-batches: found (" in said[8]
         assert "accumulate: micro-batches: found a last one without backward()" in said[9]
-        assert "weighted_hook: gradients: found none of the micro-batches before" in said[10]
+        assert "weighted_hook: gradients: found none of earlier micro-batches" in said[10]
         assert said[11] == "exact"
 
 
