@@ -226,10 +226,10 @@ class DDPHook(WeightedHook):
         if self._is_reduced:
             self._is_reduced = False
             self.waiting.over()
+            if self.lockstep.is_due():
+                self._compare_ranks(now=True)
             if (refusal := self._refused()) is not None:
                 raise refusal
-            if self.lockstep.is_due():
-                self.lockstep.compare(now=True)
             return self._total
         if self.passes.is_kept or not self._ddp.require_backward_grad_sync:
             self.passes.keep()

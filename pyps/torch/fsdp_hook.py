@@ -303,11 +303,11 @@ class FSDPHook(WeightedHook):
                 self._round.is_reduced = True
                 if not self._round.whole and not self.passes.again:
                     self._correct()
-            if (refusal := self._refused() or self.passes.refused()) is not None:
-                raise refusal
             if self.lockstep.is_due():
                 self._arrived()
-                self.lockstep.compare(now=True)
+                self._compare_ranks(now=True)
+            if (refusal := self._refused() or self.passes.refused()) is not None:
+                raise refusal
         return self._total if is_reduced and self._round is None else None
 
     def _correct(self) -> None:

@@ -226,9 +226,10 @@ def misused(group: dist.ProcessGroup) -> list[str]:
                 square(ddp, x, y).backward()
 
     def step_within() -> None:
-        for x, y in hook.accumulate(own, 3):
-            ddp.zero_grad()
-            square(ddp, x, y).backward()
+        model = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+        for x, y in weighted_hook(model).accumulate(own, 3):
+            model.zero_grad()
+            square(model, x, y).backward()
 
     for wrong in (
         lambda: list(hook.accumulate(own, 0)),
