@@ -112,7 +112,7 @@ def errors_after_rounds_left(
             if number == left:
                 break
             square(model, *micro).backward()
-        for cut in (False, True):
+        for cut in (True, False):
             optimizer.zero_grad()
             for micro in hook.accumulate(own, parts) if cut else [own]:
                 square(model, *micro).backward()
