@@ -173,7 +173,10 @@ int pyps_replan(pyps_store *s, const uint32_t *batches, uint32_t count, uint64_t
 
 int pyps_set_schedule(pyps_store *s, const pyps_turn *turns, uint32_t count, double period_seconds) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = config_check_turns(turns, count, s->geometry.ranks, period_seconds))) return rc;
+    if (rc) return rc;
+    /* A store may have more ranks than it was made with: the event knows how many. */
+    bool grown = count > s->geometry.ranks && count <= s->geometry.max_participants;
+    if ((rc = config_check_turns(turns, count, grown ? count : s->geometry.ranks, period_seconds))) return rc;
     struct event e = store_event(s, EVENT_SCHEDULE);
     e.turns = turns, e.count = count, e.period_seconds = period_seconds;
     return view_commit_only(s, &e);

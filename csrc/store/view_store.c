@@ -211,8 +211,9 @@ int view_load_snapshot(pyps_store *s) {
 }
 
 static bool ticket_possible(const pyps_store *s, const struct ticket *t) {
-    if (t->kind == TICKET_PUSH)
-        return t->slot < s->geometry.max_participants && t->staging < s->geometry.staging_buffers;
+    if (t->kind == TICKET_PUSH) /* of a policy of rounds none is a ticket by itself */
+        return !s->policy->stages && t->slot < s->geometry.max_participants &&
+               t->staging < s->geometry.staging_buffers;
     if (t->kind != TICKET_ROUND || !s->source_count) return false;
     for (uint32_t i = 0; i < s->source_count; i++)
         if (s->sources[i].slot >= s->geometry.max_participants ||

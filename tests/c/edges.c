@@ -362,6 +362,8 @@ static void changing_round(void) {
     changing->round_sources = 1;
     must(view_load_ticket(s, 1), "the same once more");
     CHECK(s->source_count == 1 && s->sources[0].slot == s->slot, "found another round");
+    view_ticket(changing, 1)->kind = TICKET_PUSH, s->ticket.number = 0;
+    expect(view_load_ticket(s, 1), PYPS_ECORRUPT, "a push of its own, under a policy of rounds");
     must(pyps_close(s), "close");
 }
 

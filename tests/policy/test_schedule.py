@@ -335,6 +335,20 @@ def test_a_policy_without_turns_refuses_a_schedule(policy: Policy, shm: Path) ->
 # In a store.
 
 
+def test_a_store_that_has_grown_takes_turns_of_all_its_ranks(shm: Path) -> None:
+    made = Store.create("grown", {"w": np.zeros(4)}, batches=[1, 1], policy="r2sp", max_participants=4)
+    with made as first, Store.open("grown") as second, Store.open("grown") as third:
+        first.set_schedule(even([1, 0], 0.2))
+        for rank, store in enumerate((first, second, third)):
+            store.join(rank, "new_worker" if rank == 2 else "worker")
+        assert (first.status().ranks, first.status().scheduled) == (3, False), "without the new rank's turn"
+        for order in ([1, 0], [3, 1, 0, 2], [4, 3, 1, 0, 2]):
+            with pytest.raises(InvalidArgument, match="turns: found"):
+                first.set_schedule(even(order, 0.2))
+        first.set_schedule(even([1, 2, 0], 0.06))
+        assert first.status().scheduled
+
+
 def test_a_store_keeps_its_schedule_and_a_journal_decides_it_again(shm: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with Store.create("ring", {"w": np.zeros(4)}, batches=[1, 1, 1], policy="r2sp") as first:
