@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ STEPS = (1, 10, 50, 250)  # local ones on average
 LEARNED = (10, 50)
 ROUNDS = {10: 60, 50: 30}  # at most
 LOSSES = (1.0, 0.5, 0.3, 0.2, 0.1)
-RATES = (0.008, 0.016, 0.032)
+FIRST_RATE = 0.016
 TUNED_BY = 100  # the seed
 NETWORK = (64, 32, 10)
 
@@ -99,12 +99,25 @@ def seconds_to(result: Result) -> list[float]:
     return [at[0] if at else float("inf") for at in found]
 
 
+def best_rate(cost: Callable[[float], float]) -> float:
+    """The rate of which half and double both cost more, or as much."""
+    rate, found = FIRST_RATE, dict[float, float]()
+    while True:
+        for other in (rate, rate / 2, rate * 2):
+            if other not in found:
+                found[other] = cost(other)
+        best = min(found, key=lambda other: (found[other], other != rate))
+        if best == rate:
+            return rate
+        rate = best
+
+
 def learning(steps: int, seeds: Sequence[int]) -> list[list[str]]:
     """A table: seconds to each loss, every way at its own best rate."""
     rows = [["local steps", "", "lr", *(f"loss {loss:g}" for loss in LOSSES), "faster to the last"]]
     equal: list[float] = []
     for way in WAYS:
-        lr = min(RATES, key=lambda rate: seconds_to(learned(steps, way, rate, TUNED_BY))[-1])
+        lr = best_rate(lambda rate, way=way: seconds_to(learned(steps, way, rate, TUNED_BY))[-1])
         runs = [seconds_to(learned(steps, way, lr, seed)) for seed in seeds]
         equal = equal or [run[-1] for run in runs]
         cells = [f"{statistics.median(run[k] for run in runs):.0f} s" for k in range(len(LOSSES))]

@@ -99,6 +99,19 @@ def test_64_workers_learn() -> None:
     assert len(local_wide.seconds_to(result)) == len(local_wide.LOSSES)
 
 
+def test_the_best_rate_has_slower_ones_on_both_sides() -> None:
+    tried: list[float] = []
+
+    def cost(rate: float) -> float:
+        tried.append(rate)
+        return abs(math.log2(rate / 0.064))
+
+    assert local_wide.best_rate(cost) == pytest.approx(0.064)
+    assert sorted(tried) == pytest.approx([0.008, 0.016, 0.032, 0.064, 0.128])
+    assert local_wide.best_rate(lambda rate: math.inf) == local_wide.FIRST_RATE
+
+
+
 class Bowl:
     """A task: gradients of |w|^2 / 2, whatever the samples."""
 
