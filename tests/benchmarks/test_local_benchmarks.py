@@ -111,7 +111,6 @@ def test_the_best_rate_has_slower_ones_on_both_sides() -> None:
     assert local_wide.best_rate(lambda rate: math.inf) == local_wide.FIRST_RATE
 
 
-
 class Bowl:
     """A task: gradients of |w|^2 / 2, whatever the samples."""
 
