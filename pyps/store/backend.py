@@ -17,6 +17,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from pyps.formats.plan import TurnSchedule
+from pyps.native import STORE_TIMEOUT
 from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
@@ -39,7 +40,6 @@ from pyps.native.values import (
 )
 
 MAX_CALL_SECONDS = 3600.0  # no call over a link waits longer, whatever was asked
-STORE_TIMEOUT = -1.0  # twice the store's round_timeout_seconds
 
 # What a server accepts of a client it does not trust; on this machine the core checks.
 Timeout = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]

@@ -23,6 +23,7 @@ from shard_tools import (
 )
 
 from pyps.errors import Busy, Fenced, InvalidArgument, LinkLost, OutOfSpace, StoreError, TimedOut
+from pyps.native import STORE_TIMEOUT
 from pyps.native.local import LocalBackend
 from pyps.native.transfer import TransferRequest
 from pyps.native.values import Codec, Encoding, PushRequest, Role
@@ -33,7 +34,6 @@ from pyps.shards.host import FarLog
 from pyps.shards.shard import MAX_PINS, MAX_STAGED
 from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
 from pyps.store import Store
-from pyps.store.backend import STORE_TIMEOUT
 from pyps.store.staging import push_request
 
 
