@@ -11,7 +11,7 @@ loss on text that was held out: that of plain DDP with LoRA at its end, so no ot
 
 Then the last way is killed whole in its middle, and resumed. Devices are emulated; a pass of all parameters
 is given the time of one of an adapter, which favours it. --docs replaces the table and its verdict, between
-the page's markers. Learning rates are the best of ladders, by a seed of their own: 0.003, 0.01, 0.03 for an
+the page's markers. Learning rates are the best of ladders, by a seed of their own: 0.001, 0.003, 0.01 for an
 adapter, 0.0003, 0.0005, 0.001, 0.003 for all.
 
 Needs peft and transformers: pip install '.[fine-tune]'.
