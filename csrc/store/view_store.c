@@ -235,7 +235,8 @@ static int load_ticket_from(pyps_store *s, const struct view *v, uint64_t number
     s->source_count = sources <= s->geometry.max_participants ? sources : 0;
     memcpy(s->sources, part_of_view(s, v, view_sources(s->expected)), s->source_count * sizeof *s->sources);
     if (!ticket_possible(s, &ticket))
-        return fail(PYPS_ECORRUPT, "ticket %lu: names a staging buffer that does not exist", number);
+        return fail(PYPS_ECORRUPT,
+                    "ticket %lu: not of this policy's kind, or its staging buffer does not exist", number);
     s->ticket = ticket;
     store_snapshot_seen(s, v);
     return PYPS_OK;
