@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ddp_accumulate_jobs as jobs
-import fsdp_jobs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -114,12 +113,6 @@ def test_misuse(ranks: Ranks) -> None:
 
 def test_what_a_library_drops_weighs_nothing(ranks: Ranks) -> None:
     assert max(ranks.run(2, jobs.error_after_dropped, [9, 4])) < EXACT
-
-
-@pytest.mark.parametrize("parts", [[3, 3], 2])
-def test_a_round_that_a_script_leaves_is_forgotten(ranks: Ranks, parts: int | list[int]) -> None:
-    for errors in ranks.run(2, fsdp_jobs.errors_after_rounds_left, [26, 10], parts, 0):
-        assert max(errors) < EXACT
 
 
 @pytest.mark.parametrize("how", ["cut", "counted", "own"])

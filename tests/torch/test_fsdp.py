@@ -44,11 +44,18 @@ def test_the_gradient_is_the_one_of_one_process(
 
 @pytest.mark.parametrize(
     ("batches", "parts", "replicas"),
-    [([26, 10], [2, 2], 1), ([26, 10], 2, 1), ([5, 9, 2, 8], [2, 2, 2, 2], 2)],
+    [
+        ([26, 10], [3, 3], 0),
+        ([26, 10], 2, 0),
+        ([26, 10], [2, 2], 1),
+        ([26, 10], 2, 1),
+        ([5, 9, 2, 8], [2, 2, 2, 2], 2),
+    ],
 )
 def test_a_round_that_a_script_leaves_is_forgotten(
     ranks: Ranks, batches: list[int], parts: int | list[int], replicas: int
 ) -> None:
+    """replicas: none under DDP."""
     for errors in ranks.run(len(batches), jobs.errors_after_rounds_left, batches, parts, replicas):
         assert max(errors) < EXACT
 
