@@ -20,14 +20,7 @@ POLICIES = (
     "r2sp:slack=0,patience=1000000", "hps", CUSTOM,
 )  # fmt: skip
 BY_TIME = {"dssp", "saps", "saps:abort=true", "r2sp", "hps", "quorum:k=1"}  # decide by how long things took
-WEIGH = {
-    "backup:k=1",
-    "softsync:n=1",
-    "dynsgd",
-    "saps",
-    "saps:abort=true",
-    CUSTOM,
-}  # gradients do not count by their samples alone
+WEIGH = {"softsync:n=1", "dynsgd", "saps", "saps:abort=true", CUSTOM}  # by more than their samples
 DETERMINED_DEPTH = 2  # deeper, what a step is computed on depends on when transfers end
 
 

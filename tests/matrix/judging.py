@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from cells import Cell, Verdict, expected, is_weighed, may_lag
+from cells import Cell, Verdict, expected, is_weighed, may_lag, policy_of
+from numpy.typing import NDArray
 from running import Outcome
-from trained import BATCHES, LENGTH, SAMPLES
+from trained import BATCHES, GLOBAL_BATCH, LENGTH, SAMPLES, SEED
 
 from pyps.native.status import RankCounters
 from pyps.simulate import Result
+from pyps.worker.sampling import indices
 
 OFF = {
     "f32": 1e-5,
@@ -20,6 +22,7 @@ OFF = {
     "int4": 0.4,
     "nf4": 0.4,
 }  # of the way that state went
+Vector = NDArray[np.float64]
 MODES = 2  # that a worker has, one after the other and back
 ROUNDED = 0.01  # parameters kept as bf16 are right on average
 ONCE = 0.25  # of a sample's weight, with what a codec has not yet sent
@@ -75,9 +78,27 @@ def _counted(cell: Cell, outcome: Outcome) -> Iterator[str]:
         and _takes_whole_steps(cell, outcome)
     ):
         counted = -outcome.parameters[LENGTH : LENGTH + SAMPLES]
-        wrong = np.flatnonzero(np.abs(counted - 1.0) > ONCE)
-        if wrong.size:
+        off = np.minimum(*(np.abs(counted / weights - 1.0) for weights in _in_their_rounds(cell, outcome)))
+        if (wrong := np.flatnonzero(off > ONCE)).size:
             yield f"sample {wrong[0]} counts {counted[wrong[0]]:.3f} times; {wrong.size} such"
+
+
+def _in_their_rounds(cell: Cell, outcome: Outcome) -> tuple[Vector, Vector]:
+    """What each sample may count for, either of two: 1; in the mean of a round with fewer or more samples
+    than planned by as much more or less. Where a worker is late, backup and quorum have such rounds. At the
+    run's end a round may be a rest, which is no whole step, so that each of its samples counts 1.
+    """
+    weights, at_end = np.ones(SAMPLES), np.ones(SAMPLES)
+    if cell.fault != "none" or not policy_of(cell).needs.waits_for_rounds:
+        return weights, at_end
+    taken = [record for record in outcome.records if record.pushes and not record.rejected]
+    last_opened = max(record.round for record in taken)
+    for record in taken:
+        in_round = sum(other.samples for other in taken if other.version == record.version)
+        chosen = indices(record.first, record.samples, SAMPLES, SEED)
+        weights[chosen] = GLOBAL_BATCH * max(1, cell.local_steps) / in_round
+        at_end[chosen] = 1.0 if record.version > last_opened else weights[chosen]
+    return weights, at_end
 
 
 def _takes_whole_steps(cell: Cell, outcome: Outcome) -> bool:
