@@ -228,7 +228,9 @@ class DDPHook(WeightedHook):
             self.waiting.over()
             if self.lockstep.is_due():
                 self._compare_ranks(now=True)
-            if (refusal := self._refused()) is not None:
+                if self.device.type == "cuda" or self.wire in QUANTIZED:  # else W was behind all gradients
+                    self._check_late()
+            if (refusal := self._refused() or self.passes.refused()) is not None:
                 raise refusal
             return self._total
         if self.passes.is_kept or not self._ddp.require_backward_grad_sync:

@@ -44,6 +44,7 @@ class _Round:
     def __init__(self, whole: bool) -> None:
         self.whole = whole
         self.weights: list[Any] = []
+        self.ways = set[str]()  # as Passes'
         self.shapes: list[Shapes] = []
         self.unit: Any = None
         self.last = self.is_empty = self.is_reduced = False
@@ -136,6 +137,8 @@ class FSDPHook(WeightedHook):
         """A group of parameters has its gradients of a backward pass: weigh those that are reduced next."""
         if suspended() or not gradients:
             return
+        if self._round is not None:
+            self.passes.ways = self._round.ways
         self.passes.arrived()
         if not reduces and self._round is not None:
             return
@@ -145,6 +148,10 @@ class FSDPHook(WeightedHook):
             self.passes.refuse(InputError("weighted_hook", "backward()", found, expected))
             self._shards.reduce_now()  # other ranks may wait for it
         if self._factor is None:
+            try:
+                self._shards.check_divisor(self._ranks)
+            except InputError as refusal:
+                self.passes.refuse(refusal)
             self._factor = self._factor_of(*self._own_weight())
         if self._squares is not None:
             self._watch(gradients, self._squares[-1])
@@ -306,6 +313,7 @@ class FSDPHook(WeightedHook):
             if self.lockstep.is_due():
                 self._arrived()
                 self._compare_ranks(now=True)
+                self._check_late()
             if (refusal := self._refused() or self.passes.refused()) is not None:
                 raise refusal
         return self._total if is_reduced and self._round is None else None

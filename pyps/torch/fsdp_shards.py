@@ -90,6 +90,13 @@ class ShardedModules:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
 
+    def check_divisor(self, ranks: int) -> None:
+        """Raise InputError if a script lets gradients be divided by another number than that of ranks."""
+        factors = {group.gradient_divide_factor for group in self._groups} - {None, ranks}
+        if factors:
+            expected = "no call of it: the hook divides"
+            raise InputError("weighted_hook", "set_gradient_divide_factor()", f"{min(factors):g}", expected)
+
     def divide_evenly(self) -> None:
         """The next backward pass averages over ranks, whatever factor was set."""
         for group in self._groups:

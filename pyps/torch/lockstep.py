@@ -94,8 +94,7 @@ class Lockstep:
             return
         rows = [flat[k : k + COLUMNS] for k in range(0, len(flat), COLUMNS)]
         if refused := [rank for rank, row in enumerate(rows) if row[4] == REFUSED]:
-            found = f"gradients that rank{'s' * (len(refused) > 1)} {_listed(refused)} refused"
-            raise InputError("weighted_hook", "backward()", found, "what that rank's message says")
+            raise refused_by(refused)
         _same("samples of the data set", [row[1] for row in rows], "as many on every rank")
         _same("rounds of an epoch", [row[2] for row in rows], "as many on every rank")
         calls = [row[0] for row in rows]
@@ -138,6 +137,12 @@ class Lockstep:
         found, event = self._copies.pop(0)
         event.synchronize()
         return found
+
+
+def refused_by(ranks: Sequence[int]) -> InputError:
+    """What the other ranks raise."""
+    found = f"gradients that rank{'s' * (len(ranks) > 1)} {_listed(ranks)} refused"
+    return InputError("weighted_hook", "backward()", found, "what that rank's message says")
 
 
 def _copied(table: torch.Tensor) -> tuple[torch.Tensor, Any]:

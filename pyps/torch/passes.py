@@ -18,16 +18,15 @@ size. After the last pass they are sum(n_m g_m) / n_last, and their weight is n_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 import torch
 
 from pyps.errors import InputError
-from pyps.torch.shapes import Shapes
-from pyps.torch.weighting import not_zero, tensors_of
+from pyps.torch.shapes import Shapes, attached
+from pyps.torch.weighting import not_zero, scales_made, tensors_of
 
 CLOSE = 1e-6  # shares that add up to 1, in float32
 DEPTH = 4  # of objects in a model's output that are looked into
@@ -40,7 +39,8 @@ class Pass:
 
     weight: its samples (or targets), or a function that counts them once they are needed. shapes: of what it
     got and gave, where the weight is an assumption. counted: the round, by its number, in which it has had a
-    backward pass that was kept; reduced: whether it has had one that was reduced.
+    backward pass that was kept; reduced: whether it has had one that was reduced. scales: calls of
+    loss_scale() before it.
     """
 
     def __init__(self, weight: Any, kept: bool = False) -> None:
@@ -50,6 +50,7 @@ class Pass:
         self.total: Any = None
         self.shapes: list[Shapes] = []
         self.counted, self.reduced = -1, False
+        self.scales = scales_made()
 
     @property
     def weight(self) -> Any:
@@ -111,6 +112,7 @@ class Passes:
         self.shapes: list[Shapes] = []  # of what was reduced last, where its weight is an assumption
         self.met = 1  # passes of its loss, if these have the same samples
         self._left_over = False  # whether there were gradients before the round
+        self.ways = set[str]()  # how the passes of the round got their weights: set, or assumed
 
     def begin(self, weight: Any, kept: bool) -> None:
         """A forward pass begins."""
@@ -135,10 +137,10 @@ class Passes:
             self._mark(output, Pass(weight()), inputs)
 
     def _mark(self, output: Any, begun: Pass, inputs: Any) -> None:
-        outputs = list(_tensors(output, DEPTH))
+        outputs = list(attached(output, DEPTH))
         if inputs is not None:
             cached = isinstance(output, dict) and CACHE in output
-            of_loss = _tensors({k: v for k, v in output.items() if k != CACHE}, DEPTH) if cached else outputs
+            of_loss = attached({k: v for k, v in output.items() if k != CACHE}, DEPTH) if cached else outputs
             begun.shapes = [Shapes(tensors_of(inputs), of_loss, inputs[1].get("labels"))]
         for tensor in outputs:
             base: Any = (
@@ -192,9 +194,20 @@ class Passes:
         self._has_gradients = True
         if not self._is_refused:
             try:
+                self._check_ways(self._running)
                 self._count_pass(self._running, self._weight_of(self._running))
             except InputError as refusal:
                 self.refuse(refusal)
+
+    def _check_ways(self, running: list[Pass]) -> None:
+        """Raise InputError where a script has set some weights of a round, and not the others."""
+        if self.is_said:
+            self.ways.add("set")
+        elif _shapes_of(running):
+            self.ways.add("assumed")
+        if len(self.ways) > 1:
+            expected = "a call before each backward(), with the weight of that micro-batch; or count="
+            raise InputError("weighted_hook", "set_weight()", "it for some micro-batches only", expected)
 
     def _start_unmet(self) -> None:
         """A backward pass that has met no mark."""
@@ -297,7 +310,7 @@ class Passes:
     def forget(self) -> None:
         """No pass is pending."""
         self._before, self._unit, self._left_over, self._is_over = [], None, False, True
-        self._refusal = None
+        self._refusal, self.ways = None, set()
         self.number += 1
 
     def _meet(self, begun: Pass) -> None:
@@ -344,6 +357,11 @@ class Passes:
         """What a backward pass weighs. Raises InputError if its forward passes weigh unlike."""
         if self._said is not None:
             return self._said
+        if any(one.scales != scales_made() for one in passes):
+            expected = "the plain loss, which the hook weighs, or hook.set_weight(1) before backward()"
+            raise InputError(
+                "weighted_hook", "loss_scale()", "one between forward() and backward()", expected
+            )
         is_alone = len(passes) == 1 and not self._differentiated and not self._gathered
         if is_alone and passes[0].weight is not None:
             return passes[0].weight
@@ -375,7 +393,10 @@ class Passes:
             if torch.is_grad_enabled():  # with create_graph
                 self._differentiated += running
             return
-        self.check_met(running)
+        try:
+            self.check_met(running)
+        except InputError as refusal:  # the hook raises it, where it can on all ranks
+            self.refuse(refusal)
         self._met_weight = 0.0 if self._is_refused else self._weight_of(running)
         is_said = self.is_said
         self._said, self._differentiated, self._met = None, [], running
@@ -475,23 +496,3 @@ def unit_of(weight: Any, total: Any = 1.0) -> Any:
         counted, total = torch.as_tensor(weight, dtype=torch.float64), torch.as_tensor(total)
         return torch.where(counted > 0, counted, 1.0) * (total > 0)
     return (weight or 1.0) if total else 0.0
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Those that have a gradient, in tuples, lists, dicts and objects."""
-    if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None:
-            yield value
-        return
-    inside: Any = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, list | tuple | set):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in fields(value)]
-    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
-        inside = list(vars(value).values())
-    if depth:
-        for one in inside:
-            yield from _tensors(one, depth - 1)

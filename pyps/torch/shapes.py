@@ -8,7 +8,8 @@ ranks whose fingerprints differ do not know what to count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -72,3 +73,23 @@ def _of(rows: int, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], by_row
         whole = next((shape for shape in outputs if shape[0] and shape[0] % rows == 0), None)
         every = [(rows,), *outputs] if whole is None else [(whole[0] // rows, *whole[1:])]
     return crc32(repr(every).encode()) & BITS
+
+
+def attached(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Those that have a gradient, in tuples, lists, dicts and objects."""
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            yield value
+        return
+    inside: Any = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in fields(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
+        inside = list(vars(value).values())
+    if depth:
+        for one in inside:
+            yield from attached(one, depth - 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.torch.gathered import watch
-from pyps.torch.lockstep import Lockstep
+from pyps.torch.lockstep import Lockstep, refused_by
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
 from pyps.torch.passes import Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
@@ -319,6 +319,15 @@ class WeightedHook(ABC):
             self.lockstep.compare(now)
         except InputError as other:
             raise self._refused() or other from None
+
+    def _check_late(self) -> None:
+        """Raise what a rank has refused after it had sent W: on all ranks."""
+        own = self.passes.refused()
+        rank = self.passes.largest(-1 if own is None else self.group.rank())
+        if own is None and rank >= 0:
+            own = refused_by([rank])
+        if own is not None:
+            raise own
 
     def _refused(self) -> InputError | None:
         """What this rank has refused of the round, once."""

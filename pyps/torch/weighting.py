@@ -17,12 +17,18 @@ from pyps.errors import InputError
 
 IGNORED = -100  # a label that is no target, as in torch's cross entropy
 _weighted = False
+_scales = 0  # see scales_made()
 
 
 def note_weights() -> None:
     """This process weights its gradients."""
     global _weighted
     _weighted = True
+
+
+def scales_made() -> int:
+    """How many scales this process has computed: a hook must not weigh such a loss again."""
+    return _scales
 
 
 def warn_without_weights(split: Sequence[int]) -> None:
@@ -112,7 +118,9 @@ def loss_scale(
         library averages over other ranks (torchft's Manager).
     Raises InputError for a number below 0, and for 16 bits, which would round it.
     """
+    global _scales
     note_weights()
+    _scales += torch.is_grad_enabled()
     for name, number in (("weight", weight), ("total", total), ("ranks", ranks)):
         check_weight("loss_scale", name, number)
     own = torch.as_tensor(weight, dtype=torch.float64)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import PypsError
 from pyps.solver import Line
-from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
+from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
 
 SPLIT = [3, 2]
 
@@ -144,10 +144,14 @@ def idle(group: dist.ProcessGroup) -> list[str]:
 @in_new_pair
 def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool = False) -> str:
     """What is said if rank 1 alone does wrong, in the last of some rounds."""
-    plain, wrong = net(), dist.get_rank(group) == 1
+    wrong = dist.get_rank(group) == 1
+    plain = Early().to(DEVICE) if how == "met late" else net()
     model: Any
     if shards:
-        model = fully_shard(plain, mesh=DeviceMesh.from_group(group, DEVICE.type))
+        mesh = DeviceMesh.from_group(group, DEVICE.type)
+        for layer in plain.children() if how == "met late" else ():
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(plain, mesh=mesh)
     else:
         model = DistributedDataParallel(plain, process_group=group)
     hook = weighted_hook(model)
@@ -163,6 +167,21 @@ def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool 
             elif how == "no forward":
                 loss = square(model, inputs, targets)
                 (sum(p.square().sum() for p in model.parameters()) if now else loss).backward()
+            elif how == "met late":  # the head is reduced before the pass without it is met
+                rows = inputs[: 4 if now else 6]
+                (model(rows, False).square().mean() + model(inputs, True).square().mean()).backward()
+            elif how == "loss_scale":
+                loss = square(model, inputs, targets)
+                (loss * loss_scale(6, 12, group) if now else loss).backward()
+            elif how == "divide factor":
+                model.set_force_sum_reduction_for_comms(True)  # gloo has no other for a factor
+                model.set_gradient_divide_factor(1.0 if now else 2.0)
+                square(model, inputs, targets).backward()
+            elif how == "set once":
+                if now:
+                    hook.set_weight(6)
+                for x, y in hook.accumulate((inputs, targets), 2):
+                    square(model, x, y).backward()
             elif how == "no reduction":
                 model.set_requires_gradient_sync(not now)
                 square(model, inputs, targets).backward()

@@ -78,6 +78,15 @@ def test_a_call_on_one_rank_only(ranks: Ranks, call: str) -> None:
         ("left over", False, "found those of an earlier round"),
         ("left over", True, "found those of an earlier round"),
         ("no reduction", True, "found a pass that does not reduce"),
+        ("met late", True, "found forward passes of 4 and 6 samples"),
+        (
+            "loss_scale",
+            False,
+            "loss_scale(): found one between forward() and backward(); expected the plain loss",
+        ),
+        ("divide factor", True, "set_gradient_divide_factor(): found 1; expected no call of it"),
+        ("set once", False, "set_weight(): found it for some micro-batches only"),
+        ("set once", True, "set_weight(): found it for some micro-batches only"),
     ],
 )
 @pytest.mark.parametrize("rounds", [1, 3])
