@@ -1,10 +1,12 @@
-"""What pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [--docs].
+"""What pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [stable]
+[--docs].
 
 samples: how many it takes to a training loss of 0.02 on scikit-learn's digits (64-96-96-10, ReLU), and with
 unlike workers to 97 % of digits held out, in virtual time, each way with the best step size of a ladder of
 square roots of two, by seeds that the results do not use.
 pulls: how long a pull, a push and an exchange, which is what a worker does, take with look-ahead and without,
 in turns, so that all have the same machine.
+stable: the largest rate at which a quadratic does not diverge, without noise, from the formulas alone.
 """
 
 from __future__ import annotations
@@ -276,17 +278,72 @@ def timed(pair: Sequence[tuple[Store, Flat]], turn: int) -> list[list[float]]:
     return found
 
 
+BETA = 0.9
+LOOKS = {  # parts of d and of g with which a pull looks ahead
+    "as they are": (0.0, 0.0),
+    "m, d x 0.5": (0.5, 0.0),
+    "m, d": (1.0, 0.0),
+    "m, d x 1.5": (1.5, 0.0),
+    "m, d and 0.5 g": (1.0, 0.5),
+    "m, d and g": (1.0, 1.0),
+    "m, d and 1.25 g": (1.0, 1.25),
+}
+
+
+def grows(workers: int, rate: float, of_d: float, of_g: float) -> bool:
+    """Whether a quadratic's parameter grows when equal workers push in turn; rate: lr lambda.
+
+    The state, on which each push acts as a matrix: the parameter, its momentum, and what each worker pulled.
+    """
+
+    def along(f: float) -> tuple[float, float]:
+        a = BETA * (1 - BETA**f) / (1 - BETA)
+        return a, (f - a) / (1 - BETA)
+
+    (a, c), (a_ahead, _), (_, c_ahead) = map(along, (1 / workers, of_d * (1 - 1 / workers), 1 - 1 / workers))
+    decay, turns = BETA ** (1 / workers), np.eye(2 + workers)
+    for k in range(2, 2 + workers):
+        one = np.eye(2 + workers)
+        gradient = one[k].copy()
+        one[0] -= rate * (a * one[1] + c * gradient)
+        one[1] = decay * one[1] + (1 - decay) / (1 - BETA) * gradient
+        one[k] = one[0] - rate * (a_ahead * one[1] + of_g * c_ahead * gradient)
+        turns = one @ turns
+    return bool(abs(np.linalg.eigvals(turns)).max() > 1 + 1e-9)
+
+
+def largest_stable(workers: int, of_d: float, of_g: float) -> float:
+    """The largest rate below the first at which it grows."""
+    high = next(hundredth for k in range(1, 1000) if grows(workers, hundredth := k / 100, of_d, of_g))
+    low = high - 0.01
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (low, middle) if grows(workers, middle, of_d, of_g) else (middle, high)
+    return low
+
+
+def all_stable() -> None:
+    rows = [
+        [str(count), *(f"{largest_stable(count, *parts):.2f}" for parts in LOOKS.values())]
+        for count in (3, 8, 16)
+    ]
+    say(table([["workers", *LOOKS], *rows]))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["samples", "pulls"], metavar="samples | pulls")
+    parser.add_argument("parts", nargs="*", default=["samples", "pulls"], metavar="samples | pulls | stable")
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
     options = parser.parse_args(arguments)
     for part in options.parts:
         SAID.clear()
-        say(f"{machine()}.\n")
-        all_samples() if part == "samples" else all_pulls(options.parameters, options.rounds)
+        if part == "stable":
+            all_stable()
+        else:
+            say(f"{machine()}.\n")
+            all_samples() if part == "samples" else all_pulls(options.parameters, options.rounds)
         if options.docs:
             write_section(f"ahead-{part}", "\n".join(SAID), PAGE)
 

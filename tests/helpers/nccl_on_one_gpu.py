@@ -20,14 +20,13 @@ BATCHES = [48, 16, 3, 9]
 FEW = [20, 3, 9, 4]
 
 
-def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """By name; those that give errors give their largest."""
+Jobs = dict[str, Callable[[], Any]]  # by name; those that give errors give their largest
+
+
+def ddp_jobs_of(group: Any, ranks: int) -> Jobs:
     import ddp_accumulate_jobs as accumulating
-    import ddp_checkpoint_jobs as checkpoints
     import ddp_jobs
     import ddp_more_jobs as more
-    import fsdp_jobs
-    import torch
 
     batches, few, parts = BATCHES[:ranks], FEW[:ranks], [4, 3, 1, 2][:ranks]
 
@@ -38,18 +37,6 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         measured, exact = accumulating.noise_scales(group, [b + 10 for b in few], 2, scaled, False, 100)
         assert measured is not None
         return measured / exact - 1
-
-    def fastest(seconds: list[float]) -> list[float]:
-        every: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(every, min(seconds))
-        return every
-
-    def goes_on(wire: str) -> bool:
-        place, split = folder / wire, [5, 3, 4, 2][:ranks]
-        whole = checkpoints.train(group, place / "whole", 14, split, wire)
-        checkpoints.train(group, place / "stopped", 8, split, wire, 6)
-        after = checkpoints.train(group, place / "stopped", 14, split, wire, 0, True)
-        return all(torch.equal(value, after["model"][name]) for name, value in whole["model"].items())
 
     return {
         "gradient": lambda: off({}),
@@ -73,6 +60,30 @@ def jobs(group: Any, ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "a bad step keeps what was kept": lambda: ddp_jobs.kept_after_a_bad_step(group),
         "BatchNorm": lambda: max(more.norm_errors(group, batches, "hook", 30, 0.1)),
         "loss_scale": lambda: max(more.scaled_errors(group, batches, [1] * ranks, False)),
+    }
+
+
+def fsdp_and_checkpoint_jobs(group: Any, ranks: int, folder: Path) -> Jobs:
+    import ddp_checkpoint_jobs as checkpoints
+    import ddp_more_jobs as more
+    import fsdp_jobs
+    import torch
+
+    batches = BATCHES[:ranks]
+
+    def fastest(seconds: list[float]) -> list[float]:
+        every: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(every, min(seconds))
+        return every
+
+    def goes_on(wire: str) -> bool:
+        place, split = folder / wire, [5, 3, 4, 2][:ranks]
+        whole = checkpoints.train(group, place / "whole", 14, split, wire)
+        checkpoints.train(group, place / "stopped", 8, split, wire, 6)
+        after = checkpoints.train(group, place / "stopped", 14, split, wire, 0, True)
+        return all(torch.equal(value, after["model"][name]) for name, value in whole["model"].items())
+
+    return {
         "FSDP2": lambda: max(more.scaled_errors(group, batches, [1] * ranks, True)),
         "FSDP2 with the hook": lambda: max(fsdp_jobs.gradient_errors(group, batches, 1, 1)),
         "its micro-batches": lambda: max(fsdp_jobs.gradient_errors(group, batches, 3, 1)),
@@ -94,7 +105,8 @@ def serve(folder: Path) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", timeout=timedelta(seconds=DEADLINE_SECONDS))
     failed = False
-    for name, job in jobs(dist.group.WORLD, dist.get_world_size(), folder).items():
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    for name, job in (ddp_jobs_of(group, ranks) | fsdp_and_checkpoint_jobs(group, ranks, folder)).items():
         try:
             found = job()
         except Exception:  # printed, and the exit code: the other jobs still tell something
