@@ -24,7 +24,8 @@ VARIABLE = "PYPS_RUN"  # of a worker's environment: what its launcher says of th
 class RankSetup(msgspec.Struct, frozen=True):
     """One rank: its planned batch (0: the plan does not have it), and the plan's seconds for a step of it.
 
-    emulated: a throttle sets its pace, not the real device.
+    emulated: a throttle sets its pace, not the real device. compute_seconds, link_seconds: of the step's
+    compute and of its transfers, by the plan; earlier versions did not write them.
     """
 
     rank: Annotated[int, Meta(ge=0)]
@@ -32,6 +33,8 @@ class RankSetup(msgspec.Struct, frozen=True):
     batch: Annotated[int, Meta(ge=0)]
     predicted_seconds: float | None = None
     emulated: bool = False
+    compute_seconds: float | None = None
+    link_seconds: float = 0.0
 
 
 class RunSetup(msgspec.Struct, frozen=True, kw_only=True):

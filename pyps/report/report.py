@@ -232,7 +232,7 @@ def make_report(
         stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
-            *prediction_advice(measured_over_predicted, ranks),
+            *prediction_advice(measured_over_predicted, setup.ranks, ranks),
         ],
         turns=_turns(setup, applied),
         resumed_at=_resumed_at(events, applied),
@@ -361,11 +361,17 @@ def loading_advice(rank: RankReport, crowd: str = "") -> str:
     return f"{who}: {late}; raise batches(..., prefetch=2), or, where a collate_fn is given, leave it out"
 
 
-def prediction_advice(measured_over_predicted: float | None, ranks: Sequence[RankReport]) -> Iterator[str]:
-    """What to measure again if the run is far from the plan's prediction."""
+def prediction_advice(
+    measured_over_predicted: float | None, setups: Sequence[RankSetup], ranks: Sequence[RankReport]
+) -> Iterator[str]:
+    """What to measure again if the run is far from the plan's prediction: compute is compared with planned
+    compute, transfers with planned transfers. setups, ranks: of the same ranks.
+    """
     if measured_over_predicted is None or 1 / FAR_OFF <= measured_over_predicted <= FAR_OFF:
         return
-    planned = [(r, r.predicted_seconds) for r in ranks if r.predicted_seconds and r.compute.count]
+    pairs = list(zip(setups, ranks, strict=True))
+    computing = [(r, setup.compute_seconds or setup.predicted_seconds) for setup, r in pairs]
+    planned = [(r, seconds) for r, seconds in computing if seconds and r.compute.count]
     if not planned:
         return
     rank, seconds = max(planned, key=lambda pair: abs(math.log(max(pair[0].compute.median, 1e-9) / pair[1])))
@@ -376,11 +382,13 @@ def prediction_advice(measured_over_predicted: float | None, ranks: Sequence[Ran
             "profile it again as it trains here: same model, precision and CPU threads, and no other work"
         )
         return
-    transfer, rank = max(((_transfer_seconds(r), r) for r in ranks), key=itemgetter(0))
-    if transfer > rank.compute.median:
+    off = [(abs(_transfer_seconds(r) - setup.link_seconds), setup.link_seconds, r) for setup, r in pairs]
+    difference, seconds, rank = max(off, key=itemgetter(0))
+    if difference > rank.compute.median:
+        where = f", where the plan has {seconds * 1e3:.1f} ms" if seconds else ""
         yield (
-            f"rank {rank.rank} ({rank.name}) pushes and pulls for {transfer * 1e3:.1f} ms a step: state the "
-            "bandwidth and latency of its link in the cluster file, and plan again"
+            f"rank {rank.rank} ({rank.name}) pushes and pulls for {_transfer_seconds(rank) * 1e3:.1f} ms a "
+            f"step{where}: state the bandwidth and latency of its link in the cluster file, and plan again"
         )
 
 

@@ -23,6 +23,7 @@ from pyps.profiler.select import fitted_profile
 from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table
 from pyps.solver.links import stated_links
+from pyps.solver.online.device import planned_compute_seconds
 from pyps.solver.online.prior import prior_of
 from pyps.solver.report.differences import differences
 from pyps.solver.systems.r2sp import r2sp_schedule
@@ -40,6 +41,8 @@ class RankSpec:
     batch: int
     predicted_seconds: float | None
     throttle: ThrottleSpec | None
+    compute_seconds: float | None = None
+    link_seconds: float = 0.0
 
 
 def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> list[ThrottleSpec | None]:
@@ -100,10 +103,12 @@ def other_cluster(plan: Plan, source: str | os.PathLike[str] | None) -> list[str
 def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpec]:
     """The ranks of the store, in order; `specs`: the throttle of each of the plan's workers."""
     with_batch = [(w, spec) for w, spec in zip(plan.workers, specs, strict=True) if w.batch > 0]
-    return [
-        RankSpec(k, w.name, w.batch, w.predicted_seconds or None, spec)
-        for k, (w, spec) in enumerate(with_batch)
-    ]
+    ranks = []
+    for k, (w, spec) in enumerate(with_batch):
+        seconds = w.predicted_seconds or None
+        compute = planned_compute_seconds(w) if seconds else None
+        ranks.append(RankSpec(k, w.name, w.batch, seconds, spec, compute, w.link_seconds))
+    return ranks
 
 
 def new_rank(rank: int, profile: str | os.PathLike[str] | None) -> RankSpec:

@@ -116,6 +116,8 @@ class RunSpec:
                 r.batch,
                 None if self.departures else r.predicted_seconds,
                 r.throttle is not None,
+                r.compute_seconds,
+                r.link_seconds,
             )
             for r in self.ranks
         ]

@@ -186,13 +186,13 @@ def planned_device(worker: PlanWorker, depth: int = 1) -> BalancedDevice:
     if worker.fit is not None and worker.accumulation == 1:
         prior = cost_of(worker.fit)
     else:
-        prior = Line(0.0, _compute_seconds(worker) / worker.batch)
+        prior = Line(0.0, planned_compute_seconds(worker) / worker.batch)
     most = min(MAX_BATCH, (worker.max_batch or MAX_BATCH) * worker.max_accumulation)
     bounds = Bounds(worker.min_batch, most, worker.batch_multiple, worker.required)
     return BalancedDevice(prior, bounds, link_seconds=worker.link_seconds, depth=depth)
 
 
-def _compute_seconds(worker: PlanWorker) -> float:
+def planned_compute_seconds(worker: PlanWorker) -> float:
     """Of a step of a plan's worker, in its micro-batches. Without a cost model the plan's prediction, less
     the transfers, where these do not overlap.
     """

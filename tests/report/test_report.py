@@ -354,10 +354,31 @@ def test_a_run_far_from_its_prediction_says_what_to_measure(
 ) -> None:
     spans: list[Span] = [("compute", 0.0, 0.04), ("push", 0.04, 0.04 + transfer)]
     records = [make_record(0, step, 8, spans) for step in range(4)]
-    setup = RankSetup(0, "old", 8, predicted_seconds=predicted)
+    setup = RankSetup(0, "old", 8, predicted_seconds=predicted, compute_seconds=predicted)
     rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
-    advice = list(prediction_advice(ratio, [rank]))
+    advice = list(prediction_advice(ratio, [setup], [rank]))
     assert [line.startswith(says) for line in advice] == [True] * bool(says)
+
+
+@pytest.mark.parametrize(
+    "planned_link, transfer, says",
+    [
+        (0.15, 0.15, []),
+        (0.05, 0.35, ["rank 0 (old) pushes and pulls for 350.0 ms a step, where the plan has 50.0 ms: state"]),
+        (0.35, 0.05, ["rank 0 (old) pushes and pulls for 50.0 ms a step, where the plan has 350.0 ms: state"]),
+    ],
+)
+def test_planned_transfers_are_no_compute_that_is_missing(
+    planned_link: float, transfer: float, says: list[str]
+) -> None:
+    """A step's prediction has its transfers: its compute alone is compared with that of the plan."""
+    spans: list[Span] = [("compute", 0.0, 0.04), ("push", 0.04, 0.04 + transfer)]
+    records = [make_record(0, step, 8, spans) for step in range(4)]
+    setup = RankSetup(0, "old", 8, 0.04 + planned_link, compute_seconds=0.04, link_seconds=planned_link)
+    rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
+    for ratio in (0.4, 2.1):
+        advice = list(prediction_advice(ratio, [setup], [rank]))
+        assert [line.split(" the bandwidth")[0] for line in advice] == says
 
 
 def test_gaps_are_compared_while_the_batches_are_those_planned() -> None:
