@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
 from pyps.cli.outputs import check_picture, check_writable, not_an_input
-from pyps.cli.profile_files import profile_in, refined_for
+from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
 from pyps.cli.profile_views import note, show_profile
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError, how_to_install
@@ -157,11 +157,13 @@ def measure(
             with _progress(name) as advance:
                 return measured(device=name, batches=sizes, max_batch=most, progress=advance)
 
-        known = files[0] if cluster is not None and files[0] is not None and files[0].exists() else None
-        profile = at(first, max_batch) if known is None else read_profile(known)
-        if cluster is not None and files[0] is not None:
-            write_json(files[0], profile)
-            profile = refined_for(cluster, files[0], lambda sizes: at(sizes, None))
+        path = files[0] if cluster is not None else None
+        known = read_profile(path) if path is not None and path.exists() else None
+        profile = at(first, max_batch) if known is None else known
+        if cluster is not None and path is not None:
+            lacking = sizes_lacking(path, known, first or (), max_batch)
+            write_json(path, profile)
+            profile = refined_for(cluster, path, lambda sizes: at(sizes, None), lacking)
         _finish(profile, *files, as_json)
 
 

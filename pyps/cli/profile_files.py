@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -130,11 +130,33 @@ def _named(named: list[str], output: Path | None) -> str:
     raise InputError("--output", "", str(output or "nothing"), f"this device's profile: {', '.join(named)}")
 
 
-def refined_for(cluster: Path, path: Path, measure: Callable[[list[int]], Profile]) -> Profile:
+def sizes_lacking(
+    path: Path, known: Profile | None, sizes: Sequence[int], max_batch: int | None
+) -> list[int]:
+    """Those of `sizes` that a profile lacks which goes on; None: it is new, and has those that fit.
+
+    Raises InputError if the profile allows less than `sizes`, or more than `max_batch`.
+    """
+    if known is None:
+        return []
+    most = known.max_batch
+    if most is not None and max(sizes, default=0) > most:
+        expected = f"at most {most}, max_batch of {path}, or no file there"
+        raise InputError("--batches", "", str(max(sizes)), expected)
+    if max_batch is not None and (most is None or max_batch < most):
+        expected = f"max_batch of {path}, which is {most or 'not known'}, or no file there"
+        raise InputError("--max-batch", "", str(max_batch), expected)
+    return sorted(set(sizes) - {point.batch for point in known.points})
+
+
+def refined_for(
+    cluster: Path, path: Path, measure: Callable[[list[int]], Profile], wanted: Sequence[int] = ()
+) -> Profile:
     """A device's profile, measured at more sizes until no split of a cluster can win 1 %; written after each.
 
     path: of the profile, which is one of the cluster's. measure: times steps of these sizes, two or more.
-    Raises InputError if another profile of the cluster is missing, Infeasible if it has no plan.
+    wanted: sizes to measure first. Raises InputError if another profile of the cluster is missing,
+    Infeasible if it has no plan.
     """
     from pyps.cli.plan import fitted_profiles
     from pyps.cli.plan_mode import names_file, pace_of
@@ -156,6 +178,8 @@ def refined_for(cluster: Path, path: Path, measure: Callable[[list[int]], Profil
         return merged
 
     with names_file(cluster):
+        if wanted:
+            with_sizes(read_profile(path), list(wanted))
         profiles, left = measured_for(read, fitted_profiles(read), name, with_sizes, pace_of(cluster, read))
     for line in lines_of_next(left):
         note(line)

@@ -17,7 +17,7 @@ from pyps.cli.options import with_options
 from pyps.cli.progress import Screen
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError
-from pyps.formats import encode
+from pyps.formats import encode, read_plan
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.metrics import SINKS
 from pyps.report.report import absences
@@ -58,8 +58,9 @@ def run_command(
     given_script = script
     options = _options(given, args, epochs)
     on_command_line = _given(ctx)
+    planned = plan if resume is None or "plan" in on_command_line else None
     if resume is not None:
-        script, options = _resumed(resume, script, options, on_command_line)
+        script, options = _resumed(resume, script, options, on_command_line, planned)
     if script is None:
         raise InputError("SCRIPT", "", "nothing", "a Python script that calls pyps.join()")
     misplaced = _misplaced(ctx, options.args)
@@ -72,7 +73,7 @@ def run_command(
         if misplaced:
             screen.notice(f"after {script}, so for it and not for pyps run: {', '.join(misplaced)}")
         report = run(
-            plan if resume is None or "plan" in on_command_line else None,
+            planned,
             script,
             options,
             on_line=screen.line,
@@ -116,9 +117,12 @@ def _saved_options(resume: Path) -> RunOptions:
 
 
 def _resumed(
-    resume: Path, script: Path | None, options: RunOptions, given: Set[str]
+    resume: Path, script: Path | None, options: RunOptions, given: Set[str], plan: Path | None
 ) -> tuple[Path | None, RunOptions]:
-    """The script and the options of the run that is resumed, with those that were given in their place."""
+    """The script and the options of the run that is resumed, with those that were given in their place.
+
+    plan: a given one; None: that of the run, or of the checkpoint.
+    """
     run_dir = run_of(resume)
     if run_dir is None:
         if "samples" not in given:
@@ -126,7 +130,7 @@ def _resumed(
                 f"a run's folder, which holds {SETUP_FILE}; for a checkpoint outside one give --samples, too"
             )
             raise InputError("--resume", "", str(resume), expected)
-        return script, options if "seed" in given else _with_seed(resume, options)
+        return script, _as_in_checkpoint(resume, options, given, plan)
     saved = _saved_options(resume)
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
@@ -140,10 +144,16 @@ def _resumed(
     return script or Path(read_setup(run_dir).script), changed
 
 
-def _with_seed(resume: Path, options: RunOptions) -> RunOptions:
-    """The options with the checkpoint's order of samples, of which it has the position."""
-    seed = read_manifest(find_checkpoint(resume)).seed
-    return options if seed is None else replace(options, seed=seed)
+def _as_in_checkpoint(resume: Path, options: RunOptions, given: Set[str], plan: Path | None) -> RunOptions:
+    """The options with the checkpoint's order of samples, of which it has the position, and with its policy,
+    which may not be that of its plan. A given plan that names a policy wins.
+    """
+    saved = read_manifest(find_checkpoint(resume))
+    if saved.seed is not None and "seed" not in given:
+        options = replace(options, seed=saved.seed)
+    if saved.policy is None or "policy" in given or (plan is not None and read_plan(plan).run is not None):
+        return options
+    return replace(options, policy=saved.policy)
 
 
 def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:

@@ -96,6 +96,16 @@ def test_a_cluster_says_what_to_measure(
     looked = len(asked)
     assert shell(*first, "--for", "two.toml", "-o", output).code == 0
     assert len(asked) == looked  # all is known
+    wanted = ["m", "--batches", "1,17,256", "--no-plot", "--for", "two.toml", "-o", output]
+    assert shell(*wanted).code == 0
+    assert asked[looked] == [15, 17]  # what the profile lacks, and a size again, to compare
+    assert {1, 15, 17, 256} < {point.batch for point in read_profile("tail.json").points}
+    before = Path("tail.json").read_bytes()
+    for option, value in (("--batches", "8,512"), ("--max-batch", "64")):
+        done = shell("m", option, value, "--no-plot", "--for", "two.toml", "-o", output)
+        assert (done.code, Path("tail.json").read_bytes()) == (2, before)
+        assert f"{option}: found {value.rpartition(',')[2]}; expected " in done.err
+        assert "256" in done.err.replace("\n", " ")
     refused = shell(*first, "--for", "two.toml")
     assert refused.code == 2
     assert "--output: found nothing; expected this device's profile: " in refused.err

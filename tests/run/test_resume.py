@@ -29,7 +29,7 @@ from pyps.checkpoint.state import save
 from pyps.cli.export import app
 from pyps.cli.run import app as run_app
 from pyps.errors import InputError
-from pyps.formats import write_json
+from pyps.formats import RunMode, read_plan, write_json
 from pyps.formats.events import EventLog, read_events
 from pyps.formats.files import write_lines
 from pyps.formats.plan import check_plan
@@ -220,9 +220,13 @@ def test_a_run_that_goes_on_may_have_equal_batches(plan: Path, tmp_path: Path) -
 def test_a_checkpoint_from_elsewhere_goes_on_in_its_order_of_samples(
     shm: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its position is one in this order; another one can be asked for."""
+    """Its position is one in this order; another one can be asked for. So with its policy, which `--policy`
+    may have made another one than its plan's.
+    """
+    named = msgspec.structs.replace(read_plan(plan), run=RunMode(policy="ssp"))
+    write_json(tmp_path / "named.json", named)
     with pyps.Store.create("run", {"a": np.ones(3, np.float32)}, batches=[4]) as store:
-        path = save(store.state(), tmp_path / "checkpoints", seed=4)
+        path = save(store.state(), tmp_path / "checkpoints", seed=4, policy="asp:lookahead=false", plan=named)
     asked: list[RunOptions] = []
 
     def record(plan: Any, script: Any, options: RunOptions, **_: Any) -> None:
@@ -230,10 +234,13 @@ def test_a_checkpoint_from_elsewhere_goes_on_in_its_order_of_samples(
         raise TrainingFailed("not now")
 
     monkeypatch.setattr("pyps.cli.run.run", record)
-    for more in ([], ["--seed", "5"]):
-        options = ["--resume", path, "--plan", plan, "--samples", "8", *more, script(tmp_path)]
+    other = ["--plan", plan]
+    for more in ([], other, [*other, "--seed", "5"], ["--plan", tmp_path / "named.json"], ["--policy", "bsp"]):
+        options = ["--resume", path, "--samples", "8", *more, script(tmp_path)]
         CliRunner().invoke(run_app, [str(option) for option in options])
-    assert [one.seed for one in asked] == [4, 5]
+    assert [one.seed for one in asked] == [4, 4, 5, 4, 4]
+    kept = "asp:lookahead=false"
+    assert [one.policy for one in asked] == [kept, kept, kept, None, "bsp"]
 
 
 def test_a_run_under_nohup_survives_its_terminal(shm: Path, plan: Path, tmp_path: Path) -> None:
