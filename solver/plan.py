@@ -60,7 +60,13 @@ from pyps.solver.ranks import (
     planned_ranks,
     unit_of,
 )
-from pyps.solver.report.warnings import doubtful_links, link_warnings, warnings_of
+from pyps.solver.report.warnings import (
+    doubtful_links,
+    link_warnings,
+    short_step,
+    unlike_steps,
+    warnings_of,
+)
 from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
@@ -228,7 +234,9 @@ def plan_of(
         r2sp = msgspec.structs.replace(r2sp, remedies=msgspec.structs.replace(found, global_batch=None))
     per_million = cluster.limits.price_per_million_samples
     tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
-    warnings = warnings_of(ranks, workers, problem, tied) + doubtful_links(cluster, ranks)
+    warnings = warnings_of(ranks, workers, problem, tied)
+    warnings += [*unlike_steps(cluster, ranks), *doubtful_links(cluster, ranks)]
+    warnings += short_step(ranks, solution.step_seconds.tolist())
     warnings += _of_times(cluster, ranks, constrained, solution, workers)
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))

@@ -15,6 +15,8 @@ FIT_ERROR_WORTH_A_WARNING = 0.05
 MISSED_WORTH_A_WARNING = 0.10
 NEAR = 2  # a measured batch within this factor of the planned one says something of it
 SLOW_LINK = 1e5  # bytes a second: less may be meant in larger units
+SHORT_STEP = 0.02  # seconds; steps of 11 ms on shared cores took SHORT_STEP_FACTOR times their plan, ...
+SHORT_STEP_FACTOR = 1.4  # ... measured by benchmarks/prediction.py --short; those of 120 ms took 1.0
 LONG_LATENCY = 1.0  # seconds: more may be meant in milliseconds
 CONFIDENCE_FACTOR = 1.645  # from a standard error to the bound that 90 % are within
 MOST_LINES = 4  # of one cause: more groups share one
@@ -89,11 +91,38 @@ def warnings_of(
         if out := [worker.name for _, worker in members if not worker.batch]:
             label = out[0] if len(out) == 1 else f"{len(out)} of {name}"
             remarks.append(_left_out(label, problem, bounds, members[0][1].rank, may_forbid))
-    lines = in_lines(remarks)
-    models = sorted({rank.profile.model.name for rank in ranks})
-    if len(models) > 1:
-        lines.append(f"the profiles are of different models: {few_of(models)}")
-    return lines
+    return in_lines(remarks)
+
+
+def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str]:
+    """Warnings of profiles that did not time the same steps."""
+    models = {(rank.group.profile, id(m)): m for rank in ranks for m in [rank.one_profile.model]}
+    names = sorted({model.name for model in models.values()})
+    if len(names) > 1:
+        yield f"the profiles are of different models: {few_of(names)}"
+    fields = ["autocast", "compiled"] + ["parameters", "optimizer"] * (len(names) == 1)
+    fields += ["tokens_per_sample"] * (cluster.job.unit == "samples")
+    for field in fields:
+        found: dict[str, str] = {}  # a file with each value
+        for (path, _), model in models.items():
+            value = getattr(model, field)
+            if value is not None or field == "autocast":  # null is fp32 there; elsewhere: not known
+                found.setdefault("null" if value is None else str(value).lower(), path)
+        if len(found) > 1:
+            values = few_of([f"{value} in {path}" for value, path in found.items()])
+            yield f"the profiles are of unlike steps, by model.{field}: {values}"
+
+
+def short_step(ranks: Sequence[PlannedRank], steps: Sequence[float]) -> Iterator[str]:
+    """A warning of steps so short that the processes' own work counts. steps: seconds of each rank's; 0: left
+    out.
+    """
+    on_cores = [s for rank, s in zip(ranks, steps, strict=True) if s and rank.profile.device.kind == "cpu"]
+    if len(on_cores) > 1 and max(on_cores) < SHORT_STEP:
+        yield (
+            f"steps of {1e3 * max(on_cores):.4g} ms are short: where the processes share CPU cores, they may "
+            f"take {SHORT_STEP_FACTOR:g} times as long; with a larger global batch less"
+        )
 
 
 def _left_out(label: str, problem: Problem, bounds: Problem, k: int, tied: bool) -> Remark:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,51 @@ def test_many_groups_share_a_line() -> None:
     assert "w1, w2, w3 and 6 more groups should stay out" in verdict
     _, verdict = planned(4000, *[0.001] * 10, max_batch=1000)
     assert "w0, w1, w2 and 6 more groups cannot take more samples; one more" in verdict
+
+
+def of_models(*models: ModelInfo, kind: str = "cuda", per_sample: float = 0.01, **job: Any) -> list[str]:
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json") for k in range(len(models))]
+    one = msgspec.structs.replace(profile(per_sample, 0.001, 100), device=Device(name="d", kind=kind))
+    profiles = [msgspec.structs.replace(one, model=model) for model in models]
+    return make_plan(Cluster(job=Job(global_batch=64, **job), worker=workers), profiles).warnings
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [
+        ("autocast", ("bf16", None)),
+        ("compiled", (True, False)),
+        ("parameters", (1000, 2000)),
+        ("optimizer", ("SGD", "AdamW")),
+        ("tokens_per_sample", (512, 1024)),
+    ],
+)
+def test_profiles_of_unlike_steps_are_said(field: str, values: tuple[Any, Any]) -> None:
+    """A plan of them is for no script: its batches follow from the settings, not from the devices."""
+    first, second = (ModelInfo(name="m", **{field: value}) for value in values)
+    said = ["null" if value is None else str(value).lower() for value in values]
+    line = f"the profiles are of unlike steps, by model.{field}: {said[0]} in 0.json, {said[1]} in 1.json"
+    assert of_models(first, second, first) == [line]
+    assert of_models(first, first) == of_models(second, second) == []
+
+
+def test_what_a_profile_does_not_state_is_not_unlike() -> None:
+    known = ModelInfo(name="m", parameters=1000, optimizer="SGD", tokens_per_sample=512)
+    assert of_models(known, ModelInfo(name="m")) == []
+    tokens = [msgspec.structs.replace(known, tokens_per_sample=n) for n in (1, 4)]
+    assert of_models(*tokens, unit="tokens") == []
+
+
+@pytest.mark.parametrize(
+    "kind, per_sample, said", [("cpu", 2e-4, True), ("cpu", 1e-3, False), ("cuda", 2e-4, False)]
+)
+def test_short_steps_on_shared_cores_are_said(kind: str, per_sample: float, said: bool) -> None:
+    """benchmarks/prediction.py --short: a run of such a plan takes 1.15 to 1.41 times as long."""
+    model = ModelInfo(name="m")
+    found = of_models(model, model, kind=kind, per_sample=per_sample)
+    line = "steps of 7.4 ms are short: where the processes share CPU cores, they may take 1.4 times as long"
+    assert [warning.startswith(line) for warning in found] == [True] * said
+    assert of_models(model, kind=kind, per_sample=per_sample) == []
 
 
 @pytest.mark.parametrize(
