@@ -361,11 +361,11 @@ def test_a_run_far_from_its_prediction_says_what_to_measure(
 
 
 @pytest.mark.parametrize(
-    "planned_link, transfer, says",
+    ("planned_link", "transfer", "says"),
     [
         (0.15, 0.15, []),
-        (0.05, 0.35, ["rank 0 (old) pushes and pulls for 350.0 ms a step, where the plan has 50.0 ms: state"]),
-        (0.35, 0.05, ["rank 0 (old) pushes and pulls for 50.0 ms a step, where the plan has 350.0 ms: state"]),
+        (0.05, 0.35, ["350.0 ms a step, where the plan has 50.0 ms: state"]),
+        (0.35, 0.05, ["50.0 ms a step, where the plan has 350.0 ms: state"]),
     ],
 )
 def test_planned_transfers_are_no_compute_that_is_missing(
@@ -378,7 +378,7 @@ def test_planned_transfers_are_no_compute_that_is_missing(
     rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
     for ratio in (0.4, 2.1):
         advice = list(prediction_advice(ratio, [setup], [rank]))
-        assert [line.split(" the bandwidth")[0] for line in advice] == says
+        assert [line.split(" for ")[1].split(" the bandwidth")[0] for line in advice] == says
 
 
 def test_gaps_are_compared_while_the_batches_are_those_planned() -> None:

@@ -235,7 +235,8 @@ def test_a_checkpoint_from_elsewhere_goes_on_in_its_order_of_samples(
 
     monkeypatch.setattr("pyps.cli.run.run", record)
     other = ["--plan", plan]
-    for more in ([], other, [*other, "--seed", "5"], ["--plan", tmp_path / "named.json"], ["--policy", "bsp"]):
+    wins = ["--plan", tmp_path / "named.json"], ["--policy", "bsp"]
+    for more in ([], other, [*other, "--seed", "5"], *wins):
         options = ["--resume", path, "--samples", "8", *more, script(tmp_path)]
         CliRunner().invoke(run_app, [str(option) for option in options])
     assert [one.seed for one in asked] == [4, 4, 5, 4, 4]

@@ -69,7 +69,7 @@ def of_models(*models: ModelInfo, kind: str = "cuda", per_sample: float = 0.01, 
 
 
 @pytest.mark.parametrize(
-    "field, values",
+    ("field", "values"),
     [
         ("autocast", ("bf16", None)),
         ("compiled", (True, False)),
@@ -95,7 +95,7 @@ def test_what_a_profile_does_not_state_is_not_unlike() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, per_sample, said", [("cpu", 2e-4, True), ("cpu", 1e-3, False), ("cuda", 2e-4, False)]
+    ("kind", "per_sample", "said"), [("cpu", 2e-4, True), ("cpu", 1e-3, False), ("cuda", 2e-4, False)]
 )
 def test_short_steps_on_shared_cores_are_said(kind: str, per_sample: float, said: bool) -> None:
     """benchmarks/prediction.py --short: a run of such a plan takes 1.15 to 1.41 times as long."""
