@@ -238,7 +238,7 @@ typedef struct {
 } pyps_push_args;
 
 typedef struct {
-    uint64_t version;   /* the ticket; 0: all skipped the step, or softsync still collects */
+    uint64_t version;   /* the ticket; 0: all skipped the step, or its round has not closed */
     uint64_t staleness; /* versions admitted between this worker's pull and its push */
     uint64_t samples;   /* samples that went into the ticket */
     uint32_t sources;   /* gradients that went into the ticket */

@@ -262,7 +262,10 @@ class PlanChanged(StoreError):
 
 
 class WaitInterrupted(StoreError):
+    """`staged`: the result of a push that waited for its round, as far as it is known: it counts."""
+
     code = "PYPS_EINTR"
+    staged: Any = None
     hint = "the process ended its own wait; call again"
 
 

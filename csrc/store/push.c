@@ -346,6 +346,7 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     if (args->samples) activity_pushed(s, bytes_of_gradient(s, args));
     if (s->policy->waits_for_round) {
         s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
+        out->samples = args->samples; /* until its round has closed */
         s->staged = *out;
         return wait_for_round(s, args->staging, deadline, out);
     }
@@ -362,7 +363,8 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
 int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) {
     int rc = push(s, args, out);
     uint64_t word;
-    const struct view *v = rc ? NULL : view_pin(s, &word);
+    bool counts = !rc || ((rc == PYPS_ETIMEDOUT || rc == PYPS_EINTR) && out->admitted_nanoseconds);
+    const struct view *v = counts ? view_pin(s, &word) : NULL;
     if (!v) return rc;
     const volatile struct rank *rank = pinned_rank(s, v, (uint32_t)s->rank);
     out->rank_pushes = rank->total.pushes, out->saved_pushes = rank->saved_pushes;

@@ -31,7 +31,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     first, samples: the claimed range of sample positions.
     batch: the planned batch.
-    round, plan, version: the store's counters; version 0: softsync still collected gradients for it.
+    round, plan, version: the store's counters; version 0: its round had not closed yet.
     sources: the gradients that went into the version; 0: not known yet, or none.
     loss: the mean over the worker's samples.
     spans: (kind, begin, end) in seconds of CLOCK_MONOTONIC, which all processes of the machine share.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
-from pyps.errors import Forked, SegmentNotFound, StoreError
+from pyps.errors import Forked, SegmentNotFound, StoreError, WaitInterrupted
 from pyps.formats.plan import TurnSchedule
 from pyps.native import (
     AVERAGED,
@@ -260,7 +260,7 @@ class LocalBackend:
     def push(self, request: PushRequest) -> PushResult:
         c, keep = self._push_args("push", request)
         r = ffi.new("pyps_push_result *")
-        check("push", lib.pyps_push(self.pointer, c, r))
+        _check_push("push", lib.pyps_push(self.pointer, c, r), r)
         del keep
         return push_result(r)
 
@@ -277,7 +277,7 @@ class LocalBackend:
             rc = lib.pyps_exchange_arriving(self.pointer, c, to, ARRIVAL_ELEMENTS, tell, handle, r, version)
         if rc > 0:
             raise raised.errors.pop()
-        check("exchange", rc)
+        _check_push("exchange", rc, r)
         del keep
         return push_result(r), int(version[0])
 
@@ -391,6 +391,15 @@ class LocalBackend:
 
     def journal(self, path: str | None) -> None:
         check("journal", lib.pyps_journal(self.pointer, ffi.NULL if path is None else os.fsencode(path)))
+
+
+def _check_push(what: str, rc: int, r: Any) -> None:
+    """As `check`; a wait for the round that was interrupted says what is staged."""
+    try:
+        check(what, rc)
+    except WaitInterrupted as error:
+        error.staged = push_result(r) if r.admitted_nanoseconds else None
+        raise
 
 
 def _owned(out: Any) -> Pointer:

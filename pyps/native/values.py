@@ -309,7 +309,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """Which version the push became (0: all workers skipped, or softsync still collects), how stale it was,
+    """Which version the push became (0: all workers skipped, or its round has not closed), how stale it was,
     what went into the version, how many values were not finite, and when the gradient was taken: seconds of
     the monotonic clock of the store's machine.
 

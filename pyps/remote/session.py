@@ -16,13 +16,24 @@ import msgspec
 
 from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
+from pyps.native.values import PushResult
 from pyps.profiler.host_memory import trim_malloc
+from pyps.remote import verbs
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import STRANGER, LinkSession
 from pyps.remote.memory import AnswerRoom
 from pyps.remote.outbox import Outbox
 from pyps.remote.site import Site, Whose
-from pyps.remote.wire import MAX_MESSAGE_CHARACTERS, Answer, Call, Failure, encode, encode_raw, failure
+from pyps.remote.wire import (
+    MAX_MESSAGE_CHARACTERS,
+    Answer,
+    Call,
+    Failure,
+    TransferReply,
+    encode,
+    encode_raw,
+    failure,
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,17 @@ class SessionThread(threading.Thread):
             return [failure(call.seq, calls.late(call.verb))]
         try:
             return _done(calls, call, numbers)
-        except WaitInterrupted:
+        except WaitInterrupted as error:
+            if error.staged is not None:
+                return [encode(Answer(call.seq, encode_raw(_staged(call.verb, error.staged))))]
             return [failure(call.seq, calls.late(call.verb))]
+
+
+def _staged(verb: str, result: PushResult) -> Any:
+    """The value of a call whose push waits in a round: it counts, though its worker has left before the end."""
+    if verb == verbs.TRANSFER.name:
+        return TransferReply(result, (), None, result.wait_seconds)
+    return result if verb == verbs.PUSH.name else (result, None)
 
 
 def _done(calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:

@@ -43,8 +43,8 @@ class LossPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 def applied_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """The steps whose gradient is in the parameters, in the order of their versions. One that softsync still
-    collected when it was pushed has version 0 on file, and here that of the next one made.
+    """The steps whose gradient is in the parameters, in the order of their versions. One whose round
+    had not closed when its push ended has version 0 on file, and here that of the next one made.
     """
     applied = list(filter(is_applied, records))
     made = sorted((_taken_at(r), r.version) for r in applied if r.version)
