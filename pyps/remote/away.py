@@ -147,10 +147,11 @@ class Away:
         raise InvalidArgument("stage", f"all {count} staging buffers are in use; push one first")
 
     def unstage(self, staging: int) -> None:
-        if staging not in self._staging_taken:
-            raise InvalidArgument("unstage", f"staging: found {staging}; expected one that stage() returned")
-        if staging != self._in_round:  # else it is the round's until the next start
-            self._staging_taken.discard(staging)
+        waits = staging == self._in_round  # until the next start it is the round's
+        if staging not in self._staging_taken or waits:
+            expected = "one that stage() returned" + ", and that waits in no round" * waits
+            raise InvalidArgument("unstage", f"staging: found {staging}; expected {expected}")
+        self._staging_taken.discard(staging)
 
     def _give_up_round(self) -> None:
         """No call waits any more for the round of a push that timed out there: it counts when that closes."""
@@ -212,7 +213,7 @@ class Away:
         if self._in_round not in (None, request.staging):  # it was sent behind that one, and fails alike
             if _keeps_residual(request):
                 self._residual.cancel()
-        elif isinstance(error, TimedOut | StoreFull) and self._waits_for_rounds:
+        elif isinstance(error, TimedOut | StoreFull) and error.what != "stage" and self._waits_for_rounds:
             self._in_round = request.staging
         elif self._in_round is None:
             self._settle_residual(request, admitted=False)

@@ -23,6 +23,7 @@ from pyps.errors import (
     Busy,
     Fenced,
     InvalidArgument,
+    NotFinite,
     PushRejected,
     SegmentNotFound,
     StoreError,
@@ -335,7 +336,7 @@ class LinkSession:
     ) -> tuple[tuple[PushResult, int | None], Arrays]:
         if codec is not Codec.F32:
             result, _ = self.push(numbers, header)
-            with contextlib.suppress(Fenced):
+            with contextlib.suppress(Fenced, NotFinite):  # the next pull says so
                 version, arrays = self.pull_encoded((), codec)
                 return (result, version), arrays
             return (result, None), ()
@@ -399,22 +400,22 @@ class LinkSession:
         request = PushRequest(**fields | {"staging": self._staging}, encoded=codec is not Codec.F32)
         try:
             result = send(request)
-        except (TimedOut, StoreFull):
-            self._keep_in_round(header.staging, self._staging)
-            raise
+        except (TimedOut, StoreFull) as error:
+            raise self._not_ended(error, header.staging, self._staging) from None
         except (Fenced, PushRejected):
             self._staging = self._in_round = None
             raise
         self._staging = self._in_round = None
         return result
 
-    def _keep_in_round(self, theirs: int, staging: int) -> None:
-        """A push has not ended: if it waits in no round, its gradient comes again. theirs: its buffer."""
+    def _not_ended(self, error: StoreError, theirs: int, staging: int) -> StoreError:
+        """The error of a push that did not end; of `stage` if it is not in its round. theirs: its buffer."""
         waits = self._needs.waits_for_rounds
         with contextlib.suppress(InvalidArgument):  # it waits there; or it was taken, where none wait
             self.store.unstage(staging)
-            waits = False
+            error, waits = type(error)("stage", error.message) if waits else error, False  # it comes again
         self._staging, self._in_round = (staging, theirs) if waits else (None, None)
+        return error
 
     def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:
         """The fields of a push whose gradient is of ranges."""

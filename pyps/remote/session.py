@@ -105,7 +105,7 @@ class SessionThread(threading.Thread):
 
 
 def _staged(verb: str, result: PushResult) -> Any:
-    """The value of a call whose push waits in a round: it counts, though its worker has left before the end."""
+    """The value of a call whose push waits in a round: it counts, though its worker leaves before."""
     if verb == verbs.TRANSFER.name:
         return TransferReply(result, (), None, result.wait_seconds)
     return result if verb == verbs.PUSH.name else (result, None)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import Fenced, InvalidArgument, NotReady, SegmentExists, ShardLost
+from pyps.errors import Fenced, InvalidArgument, NotFinite, NotReady, SegmentExists, ShardLost
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import VECTORS, FlatState, StoreState
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
@@ -288,7 +288,11 @@ class ShardedBackend(Away):
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
     ) -> tuple[PushResult, int | None]:
         result, version, tag = self._push(request, LogKind.PIN)
-        if version is None or not self._fetched(tag, out, self.address.pull):
+        try:
+            fetched = version is not None and self._fetched(tag, out, self.address.pull)
+        except NotFinite:  # the next pull says so
+            fetched = False
+        if not fetched:
             return result, None
         if arrived is not None:
             arrived(0, out.size)

@@ -179,9 +179,9 @@ class Backend(Protocol):
     def exchange(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
     ) -> tuple[PushResult, int | None]:
-        """A push and the pull after it in one pass; the version that `out` holds, None: the worker was fenced
-        after its push, which counts. arrived: is called in this thread with runs of `out` that are final, in
-        ascending order; a store elsewhere calls it once.
+        """A push and the pull after it in one pass; the version that `out` holds, None: after the push, which
+        counts, a pull raised Fenced or NotFinite, as the next one will. arrived: is called in this thread
+        with runs of `out` that are final, in ascending order; a store elsewhere calls it once.
         """
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:

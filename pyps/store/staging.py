@@ -131,11 +131,15 @@ def check_request(request: PushRequest, layout: Layout) -> None:
             check_vector("push", name, vector, size)
 
 
-def exchanged(result: PushResult, version: int | None) -> tuple[PushResult, int]:
-    """What an exchange came to. Raises Fenced for a worker that was fenced after its push."""
-    if version is None:
-        raise Fenced("exchange", "the worker was fenced after its push, which counts")
-    return result, version
+def exchanged(result: PushResult, version: int | None, pull: Callable[[], int]) -> tuple[PushResult, int]:
+    """What an exchange came to; pull: for one without parameters, says why there were none.
+
+    Raises Fenced for a worker that was fenced after its push, and what `pull` raises.
+    """
+    try:
+        return result, pull() if version is None else version
+    except Fenced:
+        raise Fenced("exchange", "the worker was fenced after its push, which counts") from None
 
 
 def check_vector(what: str, name: str, flat: NDArray[Any], size: int, kind: Any = np.float32) -> None:

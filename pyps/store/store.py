@@ -310,7 +310,7 @@ class Store(StoreHandle):
         """
         groups = self.layout.groups
         request = push_request(staging, samples, hyper, scale, timeout, groups=groups, **options)
-        return exchanged(*self.send_and_pull(request, out))
+        return exchanged(*self.send_and_pull(request, out), lambda: self.pull(out)[1])
 
     def send(self, request: PushRequest) -> PushResult:
         """Push. Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument."""

@@ -40,8 +40,10 @@ from pyps.native.values import Codec, Encoding, Hyper, PushRequest, PushResult, 
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
+from pyps.step.transfer import Ask
 from pyps.store import Store, codec
 from pyps.store.staging import push_request
+from pyps.worker.client import StoreClient
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 SILENCE = 0.8
@@ -367,7 +369,8 @@ def test_after_a_push_that_waited_too_long_another_step_counts(shm: Path) -> Non
                 staging["w"][:] = other["w"][:] = gradient
                 with pytest.raises(TimedOut):
                     far.push(staging, claim.count, HYPER, timeout=0.05)
-                far.unstage(staging)
+                with pytest.raises(InvalidArgument, match="and that waits in no round"):
+                    far.unstage(staging)
                 assert store.push(other, 4, HYPER).version == version
             assert value(far) == -2.0
 
@@ -427,6 +430,43 @@ def time_out(store: Store, request: PushRequest, then: str) -> None:
     if then == "leave":
         store.leave()
         store.join(0)
+
+
+@pytest.mark.parametrize("call", ["stage", "push"])
+def test_a_push_that_timed_out_before_its_round_is_in_none(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Its buffer is its worker's, and what its codes did not carry is no part of the next gradient."""
+    how = Encoding(Codec.INT8, error_feedback=True)
+    whole = np.random.default_rng(5).normal(size=SIZE)
+
+    def late(*_: object) -> None:
+        raise TimedOut(call, "waited 0.050 s")
+
+    def both_push(gradient: Any) -> None:
+        staging = other.stage()
+        staging["w"][:] = gradient
+        thread = threading.Thread(target=push_ones, args=(store, 4))
+        thread.start()
+        other.push(staging, 4, HYPER, encoding=how)
+        thread.join()
+        for one in (store, other):
+            one.start()
+
+    with pair(linked=True) as (store, other):
+        for one in (store, other):
+            one.start()
+        both_push(whole)
+        staging = other.stage()
+        staging["w"][:] = 1000.0 * whole
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalBackend, call, late)
+            with pytest.raises(TimedOut):
+                other.push(staging, 4, HYPER, encoding=how)
+        other.unstage(staging)
+        both_push(0.0)
+        error = np.abs(other.pull()[0][:SIZE] + 0.25 * whole + 0.5).max()
+        assert error < np.abs(whole).max() / 127.0 / 10.0
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -499,6 +539,31 @@ def test_an_exchange_that_was_fenced_after_its_push_has_its_result(
                     with pytest.raises(Fenced, match="after its push, which counts"):
                         far.exchange(staging, claim.count, HYPER, out)
             assert store.status().version == pushes
+
+
+@pytest.mark.parametrize("by_worker", [True, False])
+def test_an_exchange_counts_though_its_parameters_cannot_be_encoded(shm: Path, by_worker: bool) -> None:
+    """What is not finite is not the gradient: no later claim is skipped in its place."""
+    with (
+        Store.create("model", {"w": np.full(SIZE, 3e38)}, batches=[4], policy="asp:scaling=none") as store,
+        Server("model") as server,
+        open_remote(f"{server.address}?pull=int8") as far,
+    ):
+        far.join(0)
+        far.start()
+        staging, following = far.stage(), far.start_ahead()
+        staging.flat[:] = -3e38
+        request = push_request(staging, 4, Hyper(lr=1.0), groups=1)
+        out = np.zeros_like(staging.flat)
+        exchange = partial(far.exchange, staging, 4, Hyper(lr=1.0), out)
+        if by_worker:
+            worker = StoreClient(far, Codec.F32, budget=None)
+            exchange = partial(worker.send, request, Ask(exchanges=True), out, None)
+        with pytest.raises(NotFinite, match="pull"):
+            exchange()
+        assert (store.ranks()[0].pushes, store.ranks()[0].skipped) == (1, 0)
+        assert following is not None
+        assert far.start().first == following.first
 
 
 def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server) -> None:
