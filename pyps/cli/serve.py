@@ -14,7 +14,7 @@ import typer
 
 from pyps.cli.terminal import say
 from pyps.errors import InputError, how_to_install
-from pyps.remote.address import endpoint_parts, is_loopback
+from pyps.remote.address import CLIENT_TIMEOUT_SECONDS, endpoint_parts, is_loopback
 from pyps.worker.notice import Signals
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def serve_command(
     keys: KeysFolder = None,
     insecure: Insecure = False,
     sessions_per_client: SessionsPerClient = 32,
-    client_timeout: ClientTimeout = 10.0,
+    client_timeout: ClientTimeout = CLIENT_TIMEOUT_SECONDS,
     home: HomeOption = None,
     grace: Grace = GRACE_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the address, as JSON.")] = False,

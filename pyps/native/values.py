@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pyps.errors import InputError
 from pyps.native.decisions import PolicyParams
 
+STAGING_BUFFERS = 2  # of a worker, at least
 Flat = NDArray[np.float32]  # one fp32 number for each parameter, chunk padding included
 
 

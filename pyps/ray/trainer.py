@@ -22,6 +22,7 @@ from pyps.errors import InputError
 from pyps.metrics import Reading, Sink
 from pyps.ray.actors import RankActor, Resources, Work, actor_options, check_resources, connected_ray
 from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_id
+from pyps.remote.address import CLIENT_TIMEOUT_SECONDS
 from pyps.report.report import Report
 from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
@@ -31,7 +32,6 @@ from pyps.run.ranks import RankSpec
 from pyps.run.spec import RunSpec, prepare
 
 ONE_CPU: Resources = {"CPU": 1}
-CLIENT_TIMEOUT_SECONDS = 10.0
 PLACEMENT_SECONDS = 60.0
 ASK_SECONDS = 1.0  # for all servers to say where they are, while the launcher waits
 CLOSE_SECONDS = 20.0

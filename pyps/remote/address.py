@@ -21,6 +21,7 @@ from pyps.native.values import Codec
 from pyps.store.codec import as_codec
 
 SCHEME, UNIX = "tcp://", "ipc://"
+CLIENT_TIMEOUT_SECONDS = 10.0  # of a server, unless it is given another: a silent client is dead then
 OPTIONS = ("keys", "pull", "insecure")
 EXPECTED = "tcp://host:port/name or ipc:///folder/name, with options such as ?keys=client.key"
 STORE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # as in csrc/store/segment.c

@@ -29,14 +29,14 @@ from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
 from pyps.native.local import LocalBackend
 from pyps.native.values import Layout
 from pyps.profiler.host_memory import disable_malloc_trim
-from pyps.remote.address import Address, check_store_name, endpoint_parts, is_loopback
-from pyps.remote.clients import (
-    FORGET_SECONDS,
-    MAX_SESSIONS,
-    SESSIONS_PER_PEER,
-    ClientRecord,
-    Clients,
+from pyps.remote.address import (
+    CLIENT_TIMEOUT_SECONDS,
+    Address,
+    check_store_name,
+    endpoint_parts,
+    is_loopback,
 )
+from pyps.remote.clients import FORGET_SECONDS, MAX_SESSIONS, SESSIONS_PER_PEER, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import HANDLERS
@@ -60,7 +60,6 @@ from pyps.remote.wire import (
     failure,
 )
 
-CLIENT_TIMEOUT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 5.0
 SEAL_BYTES = 256  # at least what encryption adds to a frame
 QUEUED_MESSAGES = 32  # of one connection, before it has to wait

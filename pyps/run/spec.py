@@ -18,7 +18,7 @@ from pyps.formats.events import EVENTS
 from pyps.formats.files import encode, read_text
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
-from pyps.native.values import CostModel
+from pyps.native.values import STAGING_BUFFERS, CostModel
 from pyps.remote import open_store
 from pyps.remote.address import is_address, parse_servers
 from pyps.run.options import RunOptions, StrPath, options_to_json
@@ -43,7 +43,7 @@ from pyps.run.resume import (
 from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
-from pyps.worker.settings import STAGING_BUFFERS, Settings
+from pyps.worker.settings import Settings
 
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)

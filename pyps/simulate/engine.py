@@ -15,7 +15,7 @@ from pyps.errors import Busy, PypsError
 from pyps.native.core import Core
 from pyps.native.decisions import Advice, Decision, EventKind
 from pyps.native.status import MemberState
-from pyps.native.values import Config, Optimizer
+from pyps.native.values import STAGING_BUFFERS, Config, Optimizer
 from pyps.simulate.clock import Clock, Process
 from pyps.simulate.faults import Fault
 from pyps.simulate.metrics import PULL, PUSH, WAIT, Metrics, SimulatedModeChange
@@ -31,7 +31,6 @@ from pyps.store.policies import Policy, register_policy
 
 WAIT_VERDICT = 2
 DOWN, UP = range(2)
-STAGING_BUFFERS = 2  # of a worker, at least
 CHECKS_PER_TIMEOUT = 4
 DEADLOCK_CHECKS = 40
 MOST_FENCED = 100  # a worker, while no step ends

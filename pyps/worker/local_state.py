@@ -31,7 +31,7 @@ from pyps.checkpoint.local_states import (
     states_of,
 )
 from pyps.errors import InputError
-from pyps.formats.files import open_plain
+from pyps.formats.files import open_plain, temporary_beside
 from pyps.native.values import Flat
 from pyps.worker.packing import for_file, from_file
 from pyps.worker.settings import Settings
@@ -146,7 +146,7 @@ class LocalState:
     def _write(
         self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, str] | None = None
     ) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = temporary_beside(path)
         try:
             path.parent.mkdir(exist_ok=True)
             save_file(tensors, temporary, described)

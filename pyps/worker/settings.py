@@ -19,7 +19,7 @@ from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.formats.files import learnt
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import VARIABLE
-from pyps.native.values import Codec, CostModel, Encoding
+from pyps.native.values import STAGING_BUFFERS, Codec, CostModel, Encoding
 from pyps.solver.links import LinkSpec
 from pyps.solver.mode import Mode
 from pyps.store.codec import fed_back
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of the variable's layout
 UNENCODED = Encoding(Codec.F32)
-STAGING_BUFFERS = 2  # of a worker, at least
 
 
 class PolicyText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

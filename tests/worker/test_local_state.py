@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from worker_tools import X, Y, backward, loss_of, make_model
 
 from pyps.checkpoint import state as checkpoint
@@ -89,6 +90,21 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     half.write_bytes(b"half")
     LocalState(settings_of(tmp_path), [stepped(0)]).load(4)
     assert not half.exists()
+
+
+def test_no_two_writers_have_one_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process and its successor, in another container, may have one pid."""
+    written: list[Path] = []
+
+    def save(tensors: Any, path: Path, described: Any) -> None:
+        written.append(path)
+        save_file(tensors, path, described)
+
+    monkeypatch.setattr(local_state, "save_file", save)
+    for state in (LocalState(settings_of(tmp_path), [stepped()]) for _ in range(2)):
+        state.save(4)
+    assert len(set(written)) == 2
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["rank-0-000000004.safetensors"]
 
 
 def test_a_rank_without_a_file_says_so(tmp_path: Path) -> None:
