@@ -38,7 +38,7 @@ from pyps.torch.passes import Passes
 from pyps.torch.peers import own_copies
 from pyps.torch.residuals import Regrouped, Residuals
 from pyps.torch.rounds import Rounds
-from pyps.torch.weighted import OwnGradients, WeightedHook, suspended
+from pyps.torch.weighted import Apart, OwnGradients, WeightedHook, suspended
 from pyps.torch.weighting import as_float64, not_zero, rows_of
 from pyps.worker.quantize import INT4, INT8
 
@@ -108,7 +108,7 @@ class DDPHook(WeightedHook):
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
                 module.loss_weight = lambda: self.passes.loss_weight()
         # DDP compares annotations with types; a lambda has none.
-        ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
+        ddp.register_comm_hook(Apart(self.reduce), lambda state, bucket: state(bucket))
 
     def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """Only the last backward() reduces. With one number, a rank has as many passes as samples at most, or

@@ -18,6 +18,8 @@ import torch
 
 from pyps.torch.weighting import IGNORED
 
+NODES = 32  # of a loss's graph that are looked at
+MEAN, SUM = 1, 2  # torch's numbers of reductions
 BITS = (1 << 24) - 1  # of a fingerprint: whole numbers that float32 holds
 Shape = tuple[int, ...]
 
@@ -27,9 +29,11 @@ class Shapes:
 
     def __init__(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], labels: Any) -> None:
         self._inputs = tuple(tuple(one.shape) for one in inputs if one.dim())
+        outputs = list(outputs)
         self._outputs = tuple(tuple(one.shape) for one in outputs if one.dim())
         whole = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
         self._labels = labels if whole else None
+        self._divisors = [found for loss in outputs if not loss.dim() for found in _divisors_of(loss)]
 
     def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]], means: bool = True) -> int | None:
         """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.
@@ -50,6 +54,8 @@ class Shapes:
 
     def _targets(self, rows: int) -> int:
         """Of the targets by row, where some are left out: a mean over those is none over samples."""
+        if self._divisors:
+            return crc32(repr([float(one) / rows for one in self._divisors]).encode()) & BITS
         if self._labels is None:
             return 0
         kept = self._labels.ne(IGNORED)
@@ -58,6 +64,40 @@ class Shapes:
         if numbers[0] == kept.numel():
             return 0
         return crc32(repr([number / rows for number in numbers]).encode()) & BITS
+
+
+def _divisors_of(loss: torch.Tensor) -> list[Any]:
+    """What each cross entropy that a loss is made of is divided by: the targets that it is a mean over."""
+    found: list[Any] = []
+    ways: list[tuple[Any, Any]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
+    for node, divisor in ways:
+        name = node.name()
+        if name.startswith("NllLoss"):
+            found += [one for one in [_divisor_of(node, divisor)] if one is not None]
+        elif len(ways) < NODES:
+            other = _plain(node, "other") if name == "DivBackward0" else None
+            divisor = divisor if other is None or other.numel() > 1 else other
+            ways += [(before, divisor) for before, _ in node.next_functions if before is not None]
+    return found
+
+
+def _divisor_of(node: Any, of_sum: Any) -> Any:
+    """None where it is not known. of_sum: what a sum is divided by; None if by nothing."""
+    targets = _plain(node, "target")
+    if node._saved_reduction != MEAN:
+        return of_sum if node._saved_reduction == SUM else None
+    if targets is None:
+        return None
+    ignored = node._saved_ignore_index  # without its sign
+    kept = targets.ne(ignored - (1 << 64) if ignored >> 63 else ignored)
+    weights = _plain(node, "weight")
+    return kept.sum() if weights is None else weights.double()[targets[kept]].sum()
+
+
+def _plain(node: Any, name: str) -> torch.Tensor | None:
+    """A tensor that a node has saved; None for one that a checkpoint would have to compute again."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    return saved.data if saved is not None and getattr(saved, "unpack_hook", ...) is None else None
 
 
 @lru_cache(1024)

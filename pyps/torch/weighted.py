@@ -16,10 +16,10 @@ from pyps.errors import InputError
 from pyps.torch.gathered import watch
 from pyps.torch.lockstep import Lockstep, refused_by
 from pyps.torch.norm import UnevenSyncBatchNorm, sees_own_batch_alone
-from pyps.torch.passes import Passes
+from pyps.torch.passes import DEPTH, Passes
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
-from pyps.torch.shapes import BITS, Shape, Shapes
+from pyps.torch.shapes import BITS, Shape, Shapes, attached
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import check_weight, note_weights, rows_of
 
@@ -84,11 +84,11 @@ class WeightedHook(ABC):
         self._refusal: InputError | None = None  # of this rank's gradient, until the round is over
         self._total: torch.Tensor | None = None  # W of the latest round: float64 [], on the gradients' device
         watch()
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward, with_kwargs=True)
+        model.register_forward_pre_hook(Apart(self._before_forward), with_kwargs=True)
+        model.register_forward_hook(Apart(self._after_forward, _refuse_copy), with_kwargs=True)
         inner = getattr(model, "module", model)
         self._on_parts = [
-            part.register_forward_hook(_Apart(self._after_part), with_kwargs=True)
+            part.register_forward_hook(Apart(self._after_part), with_kwargs=True)
             for part in _parts(inner)
             if part is not model and any(True for _ in part.parameters())
         ]
@@ -258,7 +258,7 @@ class WeightedHook(ABC):
         if not _suspended and torch.is_grad_enabled():
             self.passes.end(output, None if self._count else (args, kwargs))
 
-    def _after_part(self, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_part(self, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
         if self.passes.within or torch.compiler.is_compiling():
             return
@@ -361,21 +361,34 @@ def suspended() -> bool:
     return _suspended
 
 
-class _Apart:
-    """A forward hook that copies and pickles of its module leave behind."""
-
-    def __init__(self, function: Callable[[Any, Any, Any], None]) -> None:
-        self._function = function
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._function(args, kwargs, output)
-
-    def __reduce__(self) -> Any:
-        return _Apart, (_ignore,)
-
-
 def _ignore(*_: Any) -> None:
     pass
+
+
+class Apart:
+    """A hook that copies and pickles of its module leave behind. copied: what they have in its place."""
+
+    def __init__(self, function: Callable[..., Any], copied: Callable[..., Any] = _ignore) -> None:
+        self._function, self._copied = function, copied
+
+    def __call__(self, *given: Any) -> Any:
+        return self._function(*given)
+
+    def __reduce__(self) -> Any:
+        return Apart, (self._copied, self._copied)
+
+
+def _refuse_copy(model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """A copy of a model has no weights: it may compute, as an average of parameters, and not be trained."""
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        for tensor in attached(output, DEPTH):
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.register_prehook(_raise_of_copy)
+
+
+def _raise_of_copy(_: Any) -> None:
+    expected = "DistributedDataParallel(copy.deepcopy(model.module)), and its own hook"
+    raise InputError("weighted_hook", "backward()", "a copy of the model, without its hook", expected)
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_balance_jobs import EmulatedTimer
-from ddp_jobs import flat, mine, net, numbers, off, square
+from ddp_jobs import Speaker, flat, mine, net, numbers, off, square, words
 from device import DEVICE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from pyps.errors import PypsError
 from pyps.solver import Line
@@ -248,6 +249,26 @@ def in_chunks(group: dist.ProcessGroup, batches: list[int], size: int) -> str:
         torch.nn.functional.mse_loss(found, targets).backward()
 
     return said_by(train)
+
+
+@in_new_pair
+def targets_in_the_model(group: dist.ProcessGroup, batches: list[int]) -> str:
+    """What is said of a mean over targets that the model computes of an argument without the name labels."""
+    model = DistributedDataParallel(Speaker().to(DEVICE), process_group=group)
+    weighted_hook(model)
+    texts, targets = (values[mine(batches, group)] for values in words(0, sum(batches)))
+    return said_by(lambda: model(texts, targets).backward())
+
+
+def copied(_: dist.ProcessGroup) -> tuple[float, str]:
+    """How far a copy's outputs are from the model's; what is said where the copy is trained."""
+    model = DistributedDataParallel(net())  # of another group torch makes no copy
+    weighted_hook(model)
+    inputs, targets = numbers(0, 6)
+    average = AveragedModel(model)
+    with torch.no_grad():
+        distance = off(average(inputs), model(inputs))
+    return distance, said_by(lambda: square(average, inputs, targets).backward())
 
 
 @in_new_pair

@@ -180,6 +180,17 @@ def test_chunks_of_a_batch_are_not_its_samples(ranks: Ranks) -> None:
         assert "unlike numbers of forward passes in a loss; expected weighted_hook(model, count=" in said
 
 
+def test_a_mean_over_targets_in_the_model_is_none_over_rows(ranks: Ranks) -> None:
+    for said in pair(ranks, jobs.targets_in_the_model, [6, 3]):
+        assert "unlike targets by row" in said
+
+
+def test_a_copy_computes_and_is_not_trained(ranks: Ranks) -> None:
+    for distance, said in ranks.run(4, jobs.copied):
+        assert distance == 0
+        assert "found a copy of the model, without its hook; expected DistributedDataParallel(" in said
+
+
 @pytest.mark.parametrize("bits", [torch.bfloat16, torch.float16])
 def test_a_weight_of_16_bits_is_rounded(ranks: Ranks, bits: torch.dtype) -> None:
     with pytest.raises(InputError, match=r"float32 or whole numbers: sum\(dtype=torch.float32\)"):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from pyps.torch.shapes import Shape, Shapes
 
@@ -40,3 +44,30 @@ def test_rows_without_a_target_are_seen_where_each_has_one_label() -> None:
     assert labelled(1, 2, -100, 4) != labelled(1, 2)
     assert labelled(1, 2, -100, 4, means=False) == 0, "of a sum they change no weight"
     assert labelled(1, -100, 2, -100) == labelled(-100, 2) != 0, "the same share of the rows on both ranks"
+
+
+def test_a_cross_entropy_counts_by_what_it_is_divided_by() -> None:
+    def of(labels: list[int], divisor: int | None = None, **options: Any) -> int | None:
+        x = torch.zeros(len(labels), 4, requires_grad=True)
+        loss = cross_entropy(x, torch.tensor(labels), **options)
+        loss = 2 * loss if divisor is None else loss / divisor
+        return Shapes([x], [loss], None).fingerprint(True, set())
+
+    whole, half = of([1, 2, 3, 1]), of([1, 2, 0, 0], ignore_index=0)
+    assert whole == of([1, 2]) == of([1, 2], ignore_index=-1, label_smoothing=0.1)
+    assert half == of([1, -1], ignore_index=-1) == of([-100, 3], label_smoothing=0.1) != whole
+    weights = torch.tensor([1.0, 1.0, 0.5, 0.5])
+    assert of([0, 1], weight=weights) == whole != of([2, 3], weight=weights) == half
+    assert of([1, 2, 3], 3, reduction="sum") == whole != of([1, 2, 3, 0], 2, reduction="sum") == half
+
+
+def test_what_a_checkpoint_would_compute_again_is_left_alone() -> None:
+    x, calls = torch.zeros(2, 4, requires_grad=True), []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return cross_entropy(x, torch.tensor([1, -100]))
+
+    found = checkpoint(loss, x, use_reentrant=False)
+    assert Shapes([x], [found], None).fingerprint(True, set()) == 0
+    assert len(calls) == 1
