@@ -32,7 +32,16 @@ def means_over(
     """Of these counts, those by which the loss is a mean; all of them for a batch that does not tell."""
     if (rows := rows_of(batch)) < 2:
         return list(counts)
-    batch = _ragged(batch, rows)
+    try:
+        return _fitting(loss, _ragged(batch, rows), rows, counts, tolerance)
+    except IndexError:  # the loss leaves other labels out, by its ignore_index
+        return _fitting(loss, batch, rows, counts, tolerance)
+
+
+def _fitting(
+    loss: LossOf, batch: Mapping[str, Any], rows: int, counts: Mapping[str, CountOf], tolerance: float
+) -> list[str]:
+    """The same, of a batch as it is."""
     halves = [rows_between(batch, rows, *ends) for ends in ((0, rows // 2), (rows // 2, rows))]
     whole, means = loss(batch), [loss(half) for half in halves]
     fitting = []
