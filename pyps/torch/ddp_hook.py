@@ -107,8 +107,7 @@ class DDPHook(WeightedHook):
         for module in ddp.module.modules():
             if isinstance(module, UnevenSyncBatchNorm) and reduction == "mean":
                 module.loss_weight = lambda: self.passes.loss_weight()
-        # DDP compares annotations with types; a lambda has none.
-        ddp.register_comm_hook(Apart(self.reduce), lambda state, bucket: state(bucket))
+        ddp.register_comm_hook(Apart(self.reduce), _reduce)
 
     def _accumulate(self, batch: Any, parts: int | Sequence[int]) -> Iterator[Any]:
         """Only the last backward() reduces. With one number, a rank has as many passes as samples at most, or
@@ -449,6 +448,11 @@ class DDPHook(WeightedHook):
             kept.copy_(torch.where(torch.isfinite(total), error, kept))
         self.gradient_bytes.sent += sent
         buffer.copy_(total)
+
+
+# DDP compares annotations with types: it has none.
+def _reduce(state, bucket):  # type: ignore[no-untyped-def]
+    return state(bucket)
 
 
 def multiply(buffer: torch.Tensor, factors: dict[torch.dtype, torch.Tensor], exact: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
@@ -266,6 +267,7 @@ def copied(_: dist.ProcessGroup) -> tuple[float, str]:
     weighted_hook(model)
     inputs, targets = numbers(0, 6)
     average = AveragedModel(model)
+    torch.save(model, io.BytesIO())
     with torch.no_grad():
         distance = off(average(inputs), model(inputs))
     return distance, said_by(lambda: square(average, inputs, targets).backward())
