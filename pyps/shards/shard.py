@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -50,6 +50,7 @@ from pyps.store.segments import staged_paths
 
 MAX_STAGED = 16  # gradients of one client that wait for a decision
 MAX_PINS = 16  # copies that one client has not fetched
+KEPT_TAGS = 1024  # of copies that had to go
 POLL_SECONDS = 0.25  # of the log
 RETRY_SECONDS = 0.05, 1.0  # until the first server is there again
 WAIT_SECONDS = 120.0  # for a decision that has been taken to come here
@@ -115,6 +116,7 @@ class ShardStore:
         self._changed = threading.Condition()  # guards what follows, and the staged gradients
         self._filling: dict[int, int] = {}  # by client: gradients that are being written
         self._pins: dict[Tag, Pinned] = {}
+        self._gone: deque[Tag] = deque(maxlen=KEPT_TAGS)  # pins whose copies were too much
         self.most_pinned = memory_share()  # bytes
         self._log = self._index = 0  # the log that was read last, and how far
         self._live: dict[int, tuple[bytes, ...]] = {}  # the log's clients, and the newest that it has had
@@ -235,7 +237,11 @@ class ShardStore:
         """
 
         def kept() -> bool:
-            return self._is_there("pull", session, tag[0]) and tag in self._pins
+            there = self._is_there("pull", session, tag[0])
+            if tag in self._gone:
+                found = f"found {MAX_PINS} newer ones of this client, or {self.most_pinned >> 20} MiB of all"
+                raise StoreError("pull", f"shard {self.name}: the copy for it has gone unfetched: {found}")
+            return there and tag in self._pins
 
         with self._changed:
             self._wait("pull", time.monotonic() + timeout, kept)
@@ -337,6 +343,7 @@ class ShardStore:
             own = [tag for tag in self._pins if tag[0] == entry.tag[0]]
             for tag in own[: max(0, len(own) + 1 - MAX_PINS)]:
                 del self._pins[tag]
+                self._gone.append(tag)
             self._pins[entry.tag] = pinned
             self._bound_pins()
             self._changed.notify_all()
@@ -348,7 +355,8 @@ class ShardStore:
         )
         while size > self.most_pinned and len(self._pins) > 1:
             held = Counter(tag[0] for tag in self._pins)
-            gone = self._pins.pop(max(self._pins, key=lambda tag: held[tag[0]]))
+            self._gone.append(most := max(self._pins, key=lambda tag: held[tag[0]]))
+            gone = self._pins.pop(most)
             if gone not in self._pins.values():
                 size -= sum(array.nbytes for array in gone.arrays)
 

@@ -148,20 +148,24 @@ def test_a_head_whose_shards_are_there_stays(attacked: Attacked) -> None:
 
 
 def test_copies_that_are_not_fetched_are_bounded(attacked: Attacked) -> None:
-    """Those of the client that has most go first."""
+    """Those of the client that has most go first, and it is told so."""
     shard, calls = attacked.servers[1]._shards.shard, backend(attacked.victim)
     shard.most_pinned = 3 * 4 * shard.layout.flat_elements
     with open_store(attacked.address) as greedy:
         greedy.join(role="observer")
         seq = next(calls._numbers)
         calls.client.call(COMMIT(CommitHeader(seq, pin=LogKind.PIN)))
+        tags = []
         for _ in range(8):
             push(attacked.other, 0.0)
-            hoard = backend(greedy)
-            hoard.client.call(COMMIT(CommitHeader(next(hoard._numbers), pin=LogKind.PIN)))
+            hoard, number = backend(greedy), next(backend(greedy)._numbers)
+            reply = hoard.client.call(COMMIT(CommitHeader(number, pin=LogKind.PIN)))
+            tags.append((reply.client, number))
         out = np.empty(attacked.victim.layout.flat_elements, np.float32)
         calls._fetch((attacked.number, seq), out, Codec.F32)
         assert len({id(pin) for pin in shard._pins.values()}) <= 3
+        with pytest.raises(StoreError, match="the copy for it has gone unfetched"):
+            hoard._shards[1].exchange(PULL_PINNED(attacked.run, tags[0], Codec.F32, 0.5))
     attacked.before += 8
 
 
