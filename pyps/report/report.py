@@ -126,7 +126,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss_first, loss_last: the mean losses of the first and of the last global batch; None: none recorded.
     loss: over time, at most CURVE_POINTS points, each of whole global batches.
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
-        several sources, or the policy does not wait for all.
+        several sources, the policy does not wait for all, or the host's part of the batch changed.
     replans: why the batches changed while it trained, and how the ranks' codecs and depths did, one line a
         change.
     stragglers: which ranks are, by version and by time, one line a rank.
@@ -228,7 +228,7 @@ def make_report(
         loss_first=losses[0].loss if losses else None,
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
-        short_rounds=short_rounds(applied, setup.global_batch, setup.policy),
+        short_rounds=short_rounds(applied, setup),
         stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),

@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pyps.formats.records import SpanKind, StepRecord, split_spans
+from pyps.formats.setup import RunSetup
 from pyps.solver.online.mode import mode_text
 
 PHASES: tuple[SpanKind, ...] = ("data", "compute", "push", "pull", "wait")
@@ -21,6 +22,7 @@ CURVE_POINTS = 200
 ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps counts as absence
 ABSENT_SECONDS = 0.5  # and no shorter one
 WAITS_FOR_SOME = ("backup", "quorum", "softsync")  # policies whose rounds are not of all ranks
+RESIZES = ("hps",)  # policies that share out each round anew
 NonNegative = Annotated[int, Meta(ge=0)]
 
 
@@ -137,14 +139,18 @@ def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossP
     return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]
 
 
-def short_rounds(records: Sequence[StepRecord], global_batch: int, policy: str) -> int | None:
+def short_rounds(records: Sequence[StepRecord], setup: RunSetup) -> int | None:
     """Rounds of fewer samples than a global batch; None where every version has one source, or the policy
-    does not wait for all.
+    does not wait for all. In one host's part of a run they count by its ranks: None where what is planned for
+    these has changed.
     """
-    if policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in records):
+    if setup.policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in records):
+        return None
+    changes = setup.policy in RESIZES or len({r.plan for r in records}) > 1
+    if changes and setup.options.get("ranks") is not None:
         return None
     samples = [count for _, (_, count) in sorted(version_times(records).items())]
-    return sum(count < global_batch for count in samples[:-1])
+    return sum(count < setup.global_batch for count in samples[:-1])
 
 
 def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:

@@ -134,6 +134,23 @@ def test_a_round_is_short_where_it_waits_for_all(policy: str, short: int | None)
     assert make_report(setup, records, [], StoreTotals(), "finished").short_rounds == short
 
 
+@pytest.mark.parametrize(
+    ("policy", "plan", "short"), [("bsp", 0, 2), ("bsp", 1, None), ("hps", 0, None), ("hps", 1, None)]
+)
+def test_a_hosts_part_of_a_round_is_not_short_by_what_others_got(
+    policy: str, plan: int, short: int | None
+) -> None:
+    """A re-plan, or hps in each round, gives samples of its ranks to those of another host."""
+    records = [
+        record(rank, k + 1, k + 1, 2.0 * k, sources=3, samples=B // 2 - (k > 0), plan=plan * (k > 0))
+        for k in range(4)
+        for rank in (0, 1)
+    ]
+    for ranks, found in (([0, 1], short), (None, 2)):
+        setup = msgspec.structs.replace(SETUP, policy=policy, options={"ranks": ranks})
+        assert make_report(setup, records, [], StoreTotals(), "finished").short_rounds == found
+
+
 def test_skipped_and_rejected_steps_are_not_in_the_versions() -> None:
     records = [
         *rounds(2),
