@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from pyps.errors import Ended, Fenced, InputError
+from pyps.errors import Ended, Fenced, InputError, InvalidArgument
 from pyps.formats.records import Span, SpanKind
 from pyps.native.transfer import ArrivalCallback
 from pyps.native.values import Claim, Codec, Encoding, Flat, PushRequest, PushResult
@@ -204,6 +204,7 @@ class Transport:
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
         self._claims: deque[tuple[Claim, StagingBuffer]] = deque()  # of the next steps
+        self._computing: StagingBuffer | None = None  # the step's under way
         self._failure: BaseException | None = None  # nothing can follow a transfer that failed
         self._waits: list[Span] = []  # since the last step began
         self._ready = 0.0  # when the next step's claim was there
@@ -232,6 +233,7 @@ class Transport:
         assert isinstance(action, events.Compute)
         self._may_claim = action.may_claim
         claim, staging = self._claims.popleft()
+        self._computing = staging
         self._ready = self._ready or time.monotonic()
         self._binding.attach_grads(staging)
         if self._own is not None:
@@ -378,6 +380,9 @@ class Transport:
     def _claim(self, ahead: int) -> events.Event:
         began = time.monotonic()
         claims = [self._client.claim(), *self._client.claim_ahead(ahead)]
+        if self.depth == 1 and self._computing is not None:  # of a step that was given up
+            with suppress(InvalidArgument):  # the store has it
+                self._client.store.unstage(self._computing)
         self._claims.extend([(claim, self._client.store.stage()) for claim in claims])
         self._ready = time.monotonic()
         self._waits.append(("wait", began, self._ready))
@@ -401,6 +406,8 @@ class Transport:
         self._taking = True
         transfer = self._way.take()
         self._taking = False
+        if self.depth == 1:
+            self._computing = None
         if waits:
             self._waits.append(("wait", began, time.monotonic()))
         outcome = transfer.outcome

@@ -66,6 +66,20 @@ def test_schedules_are_followed(worker: Worker) -> None:
     assert distance(model, rival) < 10 * RELATIVE
 
 
+@pytest.mark.parametrize("policy", ["bsp", "asp"])
+def test_a_look_at_a_batch_takes_nothing(shm: Path, policy: str) -> None:
+    """Each begins a step, which is given up when the next one begins."""
+    model = make_model()
+    with join("looks", 0, batches=[10], samples=2 * SAMPLES, policy=policy) as worker:
+        worker.attach(model, OPTIMIZERS["nesterov"](model))
+        for _ in range(worker.store.layout.staging_buffers + 2):
+            next(worker.batches((X, Y)))
+            assert worker.claim is not None
+            assert worker.claim.first == 0
+        train(worker, model)
+        assert worker.store.ranks()[0].samples == 2 * SAMPLES
+
+
 def test_unequal_workers_are_one_process_with_the_whole_batch(shm: Path) -> None:
     split = [11, 2, 5]
     models = [make_model(0) for _ in split]
