@@ -60,6 +60,7 @@ class Away:
         self._staging_buffers: dict[int, Flat] = {}
         self._staging_taken: set[int] = set()
         self._in_round: int | None = None  # that of a push that timed out in its round
+        self._interrupted = False  # or of one whose reply is not waited for: its server goes on with it
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._keep_residual: Callable[[int, Flat], None] | None = None
         self._compute_began = time.monotonic()  # when the last claim or pull had come
@@ -158,7 +159,7 @@ class Away:
         if self._in_round is not None:
             self._residual.commit(admitted=True)
             self._staging_taken.discard(self._in_round)
-            self._in_round = None
+            self._in_round, self._interrupted = None, False
 
     def _forget_staging(self) -> None:
         """The store has taken all staging buffers back."""
@@ -185,10 +186,12 @@ class Away:
 
     def _check_staged(self, staging: int) -> None:
         """Raise InvalidArgument, as the core does, for a buffer that no push may have now."""
-        if staging in self._staging_taken and self._in_round in (None, staging):
+        if staging in self._staging_taken and self._in_round in (None, staging) and not self._interrupted:
             return
         expected = "one that stage() returned"
-        if staging in self._staging_taken:
+        if self._interrupted:
+            expected = f"none before start(): the push of {self._in_round} was interrupted, and may count"
+        elif staging in self._staging_taken:
             expected = f"{self._in_round}, whose round an earlier push waited for"
         raise InvalidArgument("push", f"staging: found {staging}; expected {expected}")
 
@@ -201,9 +204,14 @@ class Away:
         except BaseException as error:
             self._not_ended(request, error, began)
             raise
-        self._settle_residual(request, admitted=True)
+        self._ended(request, admitted=True)
+
+    def _ended(self, request: PushRequest, admitted: bool) -> None:
+        """Its reply has come, and it is neither to be waited for nor to be pushed again."""
+        self._settle_residual(request, admitted)
         self._staging_taken.discard(request.staging)
-        self._in_round = None
+        if self._in_round == request.staging:
+            self._in_round = None
 
     def _not_ended(self, request: PushRequest, error: BaseException, began: float) -> None:
         """A push, or a transfer with it, has raised this. began: by the monotonic clock.
@@ -213,6 +221,10 @@ class Away:
         if self._in_round not in (None, request.staging):  # it was sent behind that one, and fails alike
             if _keeps_residual(request):
                 self._residual.cancel()
+        elif not isinstance(
+            error, StoreError
+        ):  # a signal's handler raised it, while the reply was waited for
+            self._in_round, self._interrupted = request.staging, True
         elif isinstance(error, TimedOut | StoreFull) and error.what != "stage" and self._waits_for_rounds:
             self._in_round = request.staging
         elif self._in_round is None:

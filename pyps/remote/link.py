@@ -142,8 +142,7 @@ class LinkBackend(Away):
         except BaseException as error:
             self._not_ended(push, error, began)
             raise
-        self._settle_residual(push, admitted=reply.result is not None)
-        self._staging_taken.discard(push.staging)
+        self._ended(push, admitted=reply.result is not None)
         pulled = time.monotonic()
         if reply.version is not None:
             self._receive("transfer", found, out, codec)

@@ -369,8 +369,7 @@ class ShardedBackend(Away):
             self._not_ended(push, error, began)
             raise
         reply = decided.transfer
-        self._settle_residual(push, admitted=reply.result is not None)
-        self._staging_taken.discard(push.staging)
+        self._ended(push, admitted=reply.result is not None)
         pushed = time.monotonic()
         if reply.version is not None and not self._fetched((decided.client, seq), out, codec):
             if reply.result is None:

@@ -432,6 +432,62 @@ def time_out(store: Store, request: PushRequest, then: str) -> None:
         store.join(0)
 
 
+def test_a_push_that_a_signal_interrupted_is_not_made_twice(shm: Path) -> None:
+    """The server goes on with it, and the next start says that it has ended."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    def once_staged() -> None:
+        eventually(lambda: any(member.staged for member in store.members()))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    with pair(linked=True) as (store, other):
+        for one in (store, other):
+            one.start()
+        staging = other.stage()
+        staging["w"][:] = 1.0
+        before = signal.signal(signal.SIGUSR1, stop)
+        thread = threading.Thread(target=once_staged)
+        thread.start()
+        try:
+            with pytest.raises(Stop):
+                other.push(staging, 4, HYPER)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            thread.join()
+        with pytest.raises(InvalidArgument, match="was interrupted, and may count"):
+            other.push(staging, 4, HYPER, timeout=0.05)
+        push_ones(store, 4)
+        assert [one.start().round for one in (store, other)] == [1, 1]
+        assert {other.stage().index for _ in range(other.layout.staging_buffers)} == {0, 1}
+        assert value(store) == -0.5
+
+
+def test_a_push_that_waits_too_long_can_be_resumed_by_a_transfer(shm: Path) -> None:
+    with pair(linked=True) as (store, other):
+        for one in (store, other):
+            one.start()
+        staging = other.stage()
+        staging["w"][:] = 1.0
+        request = push_request(staging, 4, HYPER, timeout=0.05, groups=1)
+        with pytest.raises(TimedOut):
+            other.send(request)
+        thread = threading.Thread(target=push_ones, args=(store, 4))
+        thread.start()
+        whole = TransferRequest(replace(request, timeout=None))
+        done = other.begin_transfer(whole)(np.empty_like(staging.flat))
+        thread.join()
+        assert done.result is not None
+        assert done.result.sources == 2
+        for _ in range(2):
+            for buffer in [other.stage() for _ in range(other.layout.staging_buffers)]:
+                other.unstage(buffer)
+
+
 @pytest.mark.parametrize("call", ["stage", "push"])
 def test_a_push_that_timed_out_before_its_round_is_in_none(
     shm: Path, monkeypatch: pytest.MonkeyPatch, call: str
