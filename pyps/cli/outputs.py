@@ -13,6 +13,7 @@ from pyps.formats import Cluster
 from pyps.formats.files import temporary_beside
 
 PICTURES = (".png", ".svg", ".pdf")
+PLAN_PICTURES = (".png", ".svg")  # as pyps.solver.report.plots draws them
 
 
 def not_an_input(option: str, output: Path | None, inputs: Iterable[Path | None]) -> None:
@@ -51,10 +52,22 @@ def check_writable(option: str, output: Path | None) -> None:
         raise InputError(option, "", f"{output}: {found.lower()}", "a file that can be written") from None
 
 
-def check_picture(option: str, output: Path | None) -> None:
+def check_picture(option: str, output: Path | None, endings: Iterable[str] = PICTURES) -> None:
     """Raises InputError if the ending of a picture's file names no format, or it cannot be written."""
     if output is None:
         return
-    if output.suffix.lower() not in PICTURES:
-        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(PICTURES)}")
+    if output.suffix.lower() not in endings:
+        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(endings)}")
     check_writable(option, output)
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Raises InputError if files cannot be made in `folder`, which may be made for that."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{folder}: {(error.strerror or str(error)).lower()}"
+        raise InputError(option, "", found, "a folder to write to") from None
+    check_writable(option, folder / "picture.png")

@@ -15,7 +15,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli.options import with_options
-from pyps.cli.outputs import check_writable, inputs_of, not_an_input
+from pyps.cli.outputs import (
+    PLAN_PICTURES,
+    check_folder,
+    check_picture,
+    check_writable,
+    inputs_of,
+    not_an_input,
+)
 from pyps.cli.plan_mode import names_file, pace_of, with_mode
 from pyps.cli.terminal import say
 from pyps.errors import InputError
@@ -163,6 +170,9 @@ def plan_command(
     for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
         not_an_input(option, path, inputs_of(cluster, read))
         check_writable(option, path)
+    for option, path in (("--timeline", timeline), ("--ring", ring)):
+        check_picture(option, path, PLAN_PICTURES)
+    check_folder("--curves", curves)
     read = with_mode(cluster, read, given)
     profiles = fitted_profiles(read)
     with names_file(cluster):
@@ -264,7 +274,7 @@ def pareto(
 
     read = read_cluster(cluster)
     not_an_input("--picture", picture, inputs_of(cluster, read))
-    check_writable("--picture", picture)
+    check_picture("--picture", picture, PLAN_PICTURES)
     with names_file(cluster):
         ranks = planned_ranks(read, fitted_profiles(read))
     price = needs(ranks, "price_per_hour")
@@ -432,10 +442,6 @@ def _draw_curves(ranks: list[PlannedRank], plan: Plan, folder: Path) -> list[Pat
     """A picture of every group's profile, with the batches that the plan gives its workers."""
     from pyps.profiler.plot import plot_profile
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("--curves", "", error.strerror or str(error), "a folder to write to") from None
     workers, batches = iter(plan.workers), dict[str, set[int]]()
     for rank in ranks:
         mine = [next(workers).micro_batch for _ in range(rank.group.ranks_each)]

@@ -65,6 +65,8 @@ def names_file(path: Path) -> Iterator[None]:
             raise
         raise InputError(str(path), error.field, error.found, error.expected) from None
     except Infeasible as error:
+        if error.reason.startswith(f"{path}: "):  # within another of these
+            raise
         raise Infeasible(f"{path}: {error.reason}", error.nearest) from None
 
 

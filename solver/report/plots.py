@@ -151,11 +151,12 @@ def _legend(figure: Any, entries: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 def _save(figure: Any, path: Path_) -> None:
     target = Path(path)
-    if target.suffix not in ENDINGS:
+    ending = target.suffix.lower()
+    if ending not in ENDINGS:
         raise InputError(str(path), "", f"the ending {target.suffix!r}", f"one of {' '.join(ENDINGS)}")
     temporary = temporary_beside(target)
     try:
-        figure.savefig(temporary, format=target.suffix[1:], dpi=150)
+        figure.savefig(temporary, format=ending[1:], dpi=150)
         os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Plan, Unit, WorkerGroup, check_cluster
+from pyps.formats.files import typed
 from pyps.solver.report.warnings import few_of
 
 
@@ -100,9 +101,9 @@ def with_values(cluster: Cluster, values: Mapping[str, str]) -> Cluster:
         except msgspec.DecodeError:
             where[field] = text
         try:
-            msgspec.convert(plain, Cluster)
-        except msgspec.ValidationError as error:
-            raise InputError("--set", key, repr(text), str(error)) from None
+            typed("--set", plain, Cluster, lambda *_: None)
+        except InputError as error:
+            raise InputError("--set", key, error.found, error.expected) from None
     whole = msgspec.convert(plain, Cluster)
     check_cluster("the changed cluster", whole)
     return whole

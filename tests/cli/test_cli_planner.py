@@ -224,6 +224,12 @@ def test_what_if_with_other_values(shell: Shell) -> None:
         refused = shell("what-if", "cluster.toml", "--set", wrong)
         assert refused.code == 2
         assert "--set" in refused.err
+    typed = shell("what-if", "cluster.toml", "--set", "slow.count=x").err
+    assert "--set: slow.count: found 'x'; expected a whole number" in typed
+    mistyped = shell("what-if", "cluster.toml", "--set", "job.globalbatch=300").err
+    assert "--set: job.globalbatch: found an unknown key; expected 'global_batch'" in mistyped
+    alone = shell("what-if", "cluster.toml", "--set", "job.global_batch=90000")
+    assert (alone.code, alone.err.count("cluster.toml: ")) == (3, 1), alone.err
 
 
 def test_a_deadline_a_budget_and_the_check(shell: Shell) -> None:
@@ -304,7 +310,12 @@ def test_pictures_are_of_the_size_they_say(shell: Shell) -> None:
         assert red.tobytes() == green.tobytes() == blue.tobytes(), "colours that would be lost in grey"
         assert red.getextrema() == (0, 255)
     assert "fast-0" in Path("ring.svg").read_text() or "<path" in Path("ring.svg").read_text()
-    assert shell("cluster.toml", "--timeline", "time.gif").code == 2
+    assert shell("cluster.toml", "--ring", "RING.SVG").code == 0
+    for option, wrong in (("--timeline", "time.gif"), ("--ring", "ring.pdf"), ("--curves", "fast.json")):
+        done = shell("cluster.toml", "-o", "no.json", option, wrong)
+        assert (done.code, done.out, Path("no.json").exists()) == (2, "", False), "before anything is written"
+        assert option in done.err
+    assert "--picture" in shell("pareto", "cluster.toml", "--picture", "front.gif").err
     assert shell("cluster.toml", "--timeline", "fast.json").code == 2
 
 
