@@ -54,11 +54,9 @@ def check_writable(option: str, output: Path | None) -> None:
 
 def check_picture(option: str, output: Path | None, endings: Iterable[str] = PICTURES) -> None:
     """Raises InputError if the ending of a picture's file names no format, or it cannot be written."""
-    if output is None:
-        return
-    if output.suffix.lower() not in endings:
-        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(endings)}")
     check_writable(option, output)
+    if output is not None and output.suffix.lower() not in endings:
+        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(endings)}")
 
 
 def check_folder(option: str, folder: Path | None) -> None:
