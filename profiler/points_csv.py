@@ -25,6 +25,7 @@ from pyps.profiler.select import select_fit
 COLUMNS = ("batch", "seconds")
 MORE_COLUMNS = ("peak_bytes", "link_bytes", "link_seconds")
 MAX_BYTES = 2**63 - 1  # of memory, or of a message
+LONGEST_SHOWN = 80  # characters of a line
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,10 @@ def _read_rows(where: str, text: str) -> Iterator[_Row]:
                 continue
             needed = max(columns[name] for name in COLUMNS)
             if len(cells) <= needed:
-                raise InputError(where, line, repr(",".join(row)), f"{needed + 1} columns")
+                raise InputError(where, line, _shown(row), f"{needed + 1} columns")
             if any(cells[width:]):  # such as the second half of a number with a decimal comma
                 expected = f"{width} columns, as the header has"
-                raise InputError(where, line, repr(",".join(row)), expected)
+                raise InputError(where, line, _shown(row), expected)
             yield _row(where, line, {name: cells[k] for name, k in columns.items() if k < len(cells)})
     except csv.Error as error:
         raise InputError(where, f"line {reader.line_num}", str(error), "a CSV row") from None
@@ -146,16 +147,22 @@ def _read_rows(where: str, text: str) -> Iterator[_Row]:
         raise InputError(where, "line 1", "an empty file", "the header batch,seconds")
 
 
+def _shown(cells: Iterable[str]) -> str:
+    """A line of the file; its beginning, if it is a long one, as of a file that is no CSV."""
+    text = repr(",".join(cells))
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
 def _columns(where: str, line: str, cells: Iterable[str]) -> dict[str, int]:
     """The place of each column that is read."""
     names = [cell.lower() for cell in cells]
     if any(names.count(column) != 1 for column in COLUMNS):
-        raise InputError(where, line, repr(",".join(names)), "a header with the columns batch,seconds")
+        raise InputError(where, line, _shown(names), "a header with the columns batch,seconds")
     for column in MORE_COLUMNS:
         if names.count(column) > 1:
-            raise InputError(where, line, repr(",".join(names)), f"at most one column {column}")
+            raise InputError(where, line, _shown(names), f"at most one column {column}")
     if ("link_bytes" in names) != ("link_seconds" in names):
-        raise InputError(where, line, repr(",".join(names)), "both link_bytes and link_seconds, or neither")
+        raise InputError(where, line, _shown(names), "both link_bytes and link_seconds, or neither")
     return {name: names.index(name) for name in (*COLUMNS, *MORE_COLUMNS) if name in names}
 
 

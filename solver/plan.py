@@ -65,6 +65,7 @@ from pyps.solver.report.warnings import (
     link_warnings,
     short_step,
     unlike_steps,
+    unlike_times,
     warnings_of,
 )
 from pyps.solver.systems.goodput import efficiency_of
@@ -235,7 +236,7 @@ def plan_of(
     per_million = cluster.limits.price_per_million_samples
     tied = constrained.may_forbid or cluster.job.is_bounded or per_million is not None
     warnings = warnings_of(ranks, workers, problem, tied)
-    warnings += [*unlike_steps(cluster, ranks), *doubtful_links(cluster, ranks)]
+    warnings += [*unlike_steps(cluster, ranks), *unlike_times(ranks), *doubtful_links(cluster, ranks)]
     warnings += short_step(ranks, solution.step_seconds.tolist())
     warnings += _of_times(cluster, ranks, constrained, solution, workers)
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):

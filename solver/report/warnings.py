@@ -17,6 +17,7 @@ NEAR = 2  # a measured batch within this factor of the planned one says somethin
 SLOW_LINK = 1e5  # bytes a second: less may be meant in larger units
 SHORT_STEP = 0.02  # seconds; steps of 11 ms on shared cores took SHORT_STEP_FACTOR times their plan, ...
 SHORT_STEP_FACTOR = 1.4  # ... measured by benchmarks/prediction.py --short; those of 120 ms took 1.0
+UNLIKELY_RATIO = 500.0  # of two devices' times: one may be in milliseconds
 LONG_LATENCY = 1.0  # seconds: more may be meant in milliseconds
 CONFIDENCE_FACTOR = 1.645  # from a standard error to the bound that 90 % are within
 MOST_LINES = 4  # of one cause: more groups share one
@@ -113,6 +114,18 @@ def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str
             yield f"the profiles are of unlike steps, by model.{field}: {values}"
 
 
+def unlike_times(ranks: Sequence[PlannedRank]) -> Iterator[str]:
+    """A warning of a profile whose times are perhaps in other units."""
+    fastest = {
+        rank.group.profile: (min(_median(p) / p.batch for p in rank.one_profile.points), rank.group.name)
+        for rank in ranks
+    }
+    quick, slow = min(fastest.values()), max(fastest.values())
+    if slow[0] > UNLIKELY_RATIO * quick[0]:
+        times = f"{slow[0] / quick[0]:,.0f} times as long as on {quick[1]}"
+        yield f"{slow[1]}: a sample takes {times}, by the profiles: their times are in seconds"
+
+
 def short_step(ranks: Sequence[PlannedRank], steps: Sequence[float]) -> Iterator[str]:
     """A warning of steps so short that the processes' own work counts. steps: seconds of each rank's; 0: left
     out.
@@ -151,14 +164,25 @@ def doubtful_links(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[str]:
         if group.latency and rank.bandwidth is None and cluster.sync is None:
             general = "latency is not counted: state the bandwidths, too"
             remarks.append(Remark(name, "its latency is not counted: state its bandwidth, too", general))
-        if group.bandwidth is not None and group.bandwidth < SLOW_LINK:
-            unit = "bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
-            line = f"bandwidth {group.bandwidth:g}: {unit}"
-            remarks.append(Remark(name, line, f"bandwidth below {SLOW_LINK:g}: {unit}"))
-        if group.latency is not None and group.latency > LONG_LATENCY:
-            line = f"latency {group.latency:g}: latency is in seconds"
-            remarks.append(Remark(name, line, f"latency above {LONG_LATENCY:g}: latency is in seconds"))
+        remarks += _of_units(name, "", group.bandwidth, group.latency)
+        remarks += _of_units(name, "inside_", group.inside_bandwidth, group.inside_latency)
+    for shared in cluster.shared:
+        remarks += _of_units(f"shared {shared.name}", "", shared.bandwidth, shared.latency)
+    if (sync := cluster.sync) is not None:
+        remarks += _of_units("sync", "", sync.bandwidth, sync.latency)
     return in_lines(remarks)
+
+
+def _of_units(name: str, key: str, bandwidth: float | None, latency: float | None) -> Iterator[Remark]:
+    """About a link's numbers that are rather those of other units. key: what begins the names of its keys."""
+    if bandwidth is not None and bandwidth < SLOW_LINK:
+        unit = f"{key}bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
+        line = f"{key}bandwidth {bandwidth:g}: {unit}"
+        yield Remark(name, line, f"{key}bandwidth below {SLOW_LINK:g}: {unit}")
+    if latency is not None and latency > LONG_LATENCY:
+        line = f"{key}latency {latency:g}: {key}latency is in seconds"
+        general = f"{key}latency above {LONG_LATENCY:g}: {key}latency is in seconds"
+        yield Remark(name, line, general)
 
 
 def _of_batches(name: str, profile: Profile, batches: Sequence[int]) -> Iterator[Remark]:

@@ -48,6 +48,7 @@ def test_accepts_what_spreadsheets_write(tmp_path: Path, text: str) -> None:
         ("", "line 1: found an empty file"),
         ("1,0.5\n2,0.6\n", "line 1: found '1,0.5'; expected a header with the columns batch,seconds"),
         ("batch,batch,seconds\n", "line 1: found 'batch,batch,seconds'"),
+        ('{"points": ' + "[1]," * 99999, f'line 1: found \'{{"points": {"[1]," * 16}[...; expected a header'),
         ("batch,seconds\n1,0.5\n\n-2,0.6\n", "line 4: batch: found '-2'"),
         ("batch,seconds\n1.5,0.5\n", "line 2: batch: found '1.5'"),
         ("batch,seconds\n99999999999,0.5\n", "line 2: batch: found '99999999999'"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planning_tools import profile
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, WorkerGroup
+from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, Shared, SyncCost, WorkerGroup
 from pyps.solver.plan import make_plan, plan_ranks
 from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
@@ -104,6 +104,26 @@ def test_short_steps_on_shared_cores_are_said(kind: str, per_sample: float, said
     line = "steps of 7.4 ms are short: where the processes share CPU cores, they may take 1.4 times as long"
     assert [warning.startswith(line) for warning in found] == [True] * said
     assert of_models(model, kind=kind, per_sample=per_sample) == []
+
+
+def test_units_that_are_unlikely_are_named() -> None:
+    """A link in Gbit/s or milliseconds, or a profile in milliseconds, only leaves workers out."""
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json", shares=["lan"]) for k in range(2)]
+    lan = Shared(name="lan", bandwidth=10, latency=2.0)
+    cluster = Cluster(job=Job(global_batch=64), worker=workers, shared=[lan])
+    fast, slow = (
+        msgspec.structs.replace(profile(a, a, 100), points=[Point(batch=8, seconds=8 * a)])
+        for a in (0.01, 9.0)
+    )
+    unit = "bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
+    warnings = make_plan(cluster, [fast, slow]).warnings
+    assert f"shared lan: bandwidth 10: {unit}" in warnings
+    assert "shared lan: latency 2: latency is in seconds" in warnings
+    line = "w1: a sample takes 900 times as long as on w0, by the profiles: their times are in seconds"
+    assert line in warnings
+    sync = SyncCost(kind="ring", bandwidth=10, latency=2.0)
+    cluster = Cluster(job=Job(global_batch=64), worker=workers[:1], sync=sync, shared=[lan])
+    assert f"sync: bandwidth 10: {unit}" in make_plan(cluster, [fast]).warnings
 
 
 @pytest.mark.parametrize(
