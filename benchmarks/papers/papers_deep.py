@@ -23,13 +23,23 @@ from acceptance import (
 )
 from benchmark_tools import learning_rate
 from sklearn.datasets import load_digits
-from tuning import Budget, Learner, TuningResult, TuningScenario, clearly_faster, ratio_interval, tune_all
+from tuning import (
+    Budget,
+    Competitor,
+    Learner,
+    TuningResult,
+    TuningScenario,
+    clearly_faster,
+    ratio_interval,
+    tune_all,
+)
 
 from pyps import Hyper
 
 SEEDS, TUNING = tuple(range(301, 308)), (101, 102)
 SIZES = (64, 96, 96, 10)
 AHEAD, LEVEL = ("many", "three"), ("four",)
+GIVEN = Competitor("SaPS, noise given", ("saps:noise=4",))  # its bound does not follow the measured noise
 
 
 @cache
@@ -50,7 +60,7 @@ def deep(budget: Budget, _: Path) -> Findings:
         budget = replace(budget, seeds=SEEDS, tuning=TUNING)
     clusters = ("three",) if budget.quick else (*AHEAD, *LEVEL)
     scenarios = [TuningScenario(c, learner=learner) for learner in LEARNERS for c in clusters]
-    competitors = (SAPS, ASP, DYNSGD)
+    competitors = (SAPS, ASP, DYNSGD, GIVEN)
     found = tune_all([(s, c) for s in scenarios for c in competitors], budget)
     criteria = []
     for at, scenario in enumerate(scenarios):
@@ -59,18 +69,28 @@ def deep(budget: Budget, _: Path) -> Findings:
 
 
 def _criteria(
-    scenario: TuningScenario, ours: TuningResult, asp: TuningResult, dynsgd: TuningResult
+    scenario: TuningScenario, ours: TuningResult, asp: TuningResult, dynsgd: TuningResult, given: TuningResult
 ) -> list[Criterion]:
     ratio = asp.mean / ours.mean
-    low, high = ratio_interval(asp, ours)
-    value = f"{ratio:.2f}; by seed {low:.2f} to {high:.2f}"
+    value = _over(asp, ours)
     if scenario.cluster in AHEAD:
         due, met = "95 % intervals apart", clearly_faster(ours, asp)
     else:
         due, met = f">= {1 / (1 + UNIFORM_MARGIN):.2f}", ratio >= 1 / (1 + UNIFORM_MARGIN)
-    low, high = ratio_interval(dynsgd, ours)
-    other = f"{dynsgd.mean / ours.mean:.2f}; by seed {low:.2f} to {high:.2f}"
     return [
         Criterion(f"{scenario.title}: ASP's time over SaPS's", value, due, met),
-        Criterion(f"{scenario.title}: DynSGD's time over SaPS's", other, "ahead or level", high >= 1.0),
+        *(
+            Criterion(
+                f"{scenario.title}: DynSGD's time over {name}",
+                _over(dynsgd, one),
+                "ahead or level",
+                ratio_interval(dynsgd, one)[1] >= 1.0,
+            )
+            for one, name in ((ours, "SaPS's"), (given, "that of SaPS with the noise given"))
+        ),
     ]
+
+
+def _over(other: TuningResult, one: TuningResult) -> str:
+    low, high = ratio_interval(other, one)
+    return f"{other.mean / one.mean:.2f}; by seed {low:.2f} to {high:.2f}"
