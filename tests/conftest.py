@@ -32,6 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices, thread
 settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=default draws new examples
 settings.load_profile("seeded")
 
+THOROUGH_SECONDS = 600  # on an idle machine none takes 100
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
 SLOW_FOLDERS = ("benchmarks", "c", "matrix", "remote", "run", "torch")  # of processes and sanitizers
 
@@ -53,13 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of these folders are slow; elsewhere a test or its module says so. Timed ones get reruns."""
+    """All tests of these folders are slow; elsewhere a test or its module says so. Timed ones get reruns,
+    thorough ones the time that they may need where other programs have most of the machine.
+    """
     for item in items:
         assert " at 0x" not in item.nodeid, f"{item.nodeid}: lanes need the same name of a test"
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=TIMED_RERUNS))
+        if item.get_closest_marker("thorough") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(THOROUGH_SECONDS))
 
 
 def pytest_collection_finish() -> None:

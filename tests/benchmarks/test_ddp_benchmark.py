@@ -10,7 +10,7 @@ import pytest
 import shaped
 
 WHY_NOT = shaped.missing()
-pytestmark = [pytest.mark.usefixtures("quick_start"), pytest.mark.timeout(600)]  # of 20 s on an idle machine
+pytestmark = pytest.mark.usefixtures("quick_start")
 
 
 @pytest.mark.thorough
