@@ -171,10 +171,12 @@ class StepMachine:
     # Towards a step.
 
     def _given_up(self, event: events.Event) -> events.Action:
-        """The trainer wants another step in place of the one under way."""
+        """The trainer wants another step in place of the one under way: of the same claim."""
         self._in_step = False
         if self.rules.depth == 1:
             self.version = None
+        elif not self._lost:
+            self._claims += 1
         return self._wanted(event)
 
     def _wanted(self, _: events.Event) -> events.Action:

@@ -204,7 +204,7 @@ class Transport:
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
         self._claims: deque[tuple[Claim, StagingBuffer]] = deque()  # of the next steps
-        self._computing: StagingBuffer | None = None  # the step's under way
+        self._computing: tuple[Claim, StagingBuffer] | None = None  # of the step under way
         self._failure: BaseException | None = None  # nothing can follow a transfer that failed
         self._waits: list[Span] = []  # since the last step began
         self._ready = 0.0  # when the next step's claim was there
@@ -227,13 +227,15 @@ class Transport:
     def begin(self) -> Step | None:
         """The next step, its parameters in the model; None when the run's samples are used up."""
         self._ready = 0.0
+        if self.depth > 1 and self._computing is not None:  # of a step that was given up
+            self._claims.appendleft(self._computing)
+            self._computing = None
         action = self._drive(events.Wanted())
         if isinstance(action, events.End):
             return None
         assert isinstance(action, events.Compute)
         self._may_claim = action.may_claim
-        claim, staging = self._claims.popleft()
-        self._computing = staging
+        claim, staging = self._computing = self._claims.popleft()
         self._ready = self._ready or time.monotonic()
         self._binding.attach_grads(staging)
         if self._own is not None:
@@ -268,6 +270,7 @@ class Transport:
             base = None if request.base_params is None else request.base_params.copy()
             seconds = time.monotonic() - step.created
             request = replace(request, base_params=base, compute_seconds=seconds)
+            self._computing = None
         self._sending, self._back = (step, request), None
         action = self._drive(events.Computed())
         assert isinstance(action, events.Return)
@@ -373,6 +376,7 @@ class Transport:
                 return events.Loaded()
             case events.Rejoin():
                 self._claims.clear()
+                self._computing = None
                 self._client.rejoin()
                 return events.Rejoined()
         raise AssertionError(action)
@@ -382,7 +386,7 @@ class Transport:
         claims = [self._client.claim(), *self._client.claim_ahead(ahead)]
         if self.depth == 1 and self._computing is not None:  # of a step that was given up
             with suppress(InvalidArgument):  # the store has it
-                self._client.store.unstage(self._computing)
+                self._client.store.unstage(self._computing[1])
         self._claims.extend([(claim, self._client.store.stage()) for claim in claims])
         self._ready = time.monotonic()
         self._waits.append(("wait", began, self._ready))

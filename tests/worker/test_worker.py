@@ -66,16 +66,25 @@ def test_schedules_are_followed(worker: Worker) -> None:
     assert distance(model, rival) < 10 * RELATIVE
 
 
-@pytest.mark.parametrize("policy", ["bsp", "asp"])
-def test_a_look_at_a_batch_takes_nothing(shm: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "pipeline"), [("bsp", False), ("asp", False), ("asp", 2), ("asp", 3)])
+def test_a_look_at_a_batch_takes_nothing(shm: Path, policy: str, pipeline: int) -> None:
     """Each begins a step, which is given up when the next one begins."""
     model = make_model()
-    with join("looks", 0, batches=[10], samples=2 * SAMPLES, policy=policy) as worker:
+    with join("looks", 0, batches=[10], samples=2 * SAMPLES, policy=policy, pipeline=pipeline) as worker:
         worker.attach(model, OPTIMIZERS["nesterov"](model))
-        for _ in range(worker.store.layout.staging_buffers + 2):
-            next(worker.batches((X, Y)))
-            assert worker.claim is not None
-            assert worker.claim.first == 0
+
+        def look(first: int) -> None:
+            for _ in range(worker.store.layout.staging_buffers + 2):
+                next(worker.batches((X, Y)))
+                assert worker.claim is not None
+                assert worker.claim.first == first
+
+        look(0)
+        for x, y in worker.batches((X, Y)):
+            backward(loss_of(model, x, y))
+            worker.step()
+            break
+        look(10)
         train(worker, model)
         assert worker.store.ranks()[0].samples == 2 * SAMPLES
 
