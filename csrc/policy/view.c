@@ -330,7 +330,8 @@ static void finish_event(struct view *v, const struct event *e, struct outcome *
     if (policy->stages) view_advance_rounds(v, e->now);
     if (policy->after_event) policy->after_event(v, e->now);
     if (e->kind != EVENT_PUSH || !policy->stages || out->code) return;
-    if (v->round != round) out->ticket = v->round_ticket;
+    if (v->round != round)
+        out->ticket = v->round_ticket, out->samples = v->round_samples, out->sources = v->round_sources;
     else if (policy->waits_for_round) out->until = round + 1;
 }
 

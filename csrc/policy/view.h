@@ -99,8 +99,10 @@ enum verdict { STEP_COMMIT, STEP_UNCHANGED, STEP_WAIT, STEP_REFUSED };
 
 struct outcome {
     int code;
-    uint64_t ticket;    /* of a push that was admitted at once, or that closed its round */
-    uint64_t round;     /* push staged: into this round */
+    uint64_t ticket;  /* of a push that was admitted at once, or that closed its round */
+    uint64_t round;   /* push staged: into this round */
+    uint64_t samples; /* push that closed its round: of all gradients in it, and how many these were */
+    uint32_t sources;
     uint64_t until, at; /* wait: for the policy's progress to be `until`, and the time to be `at` */
     uint64_t staleness;
     float scale;                /* push: the policy's */

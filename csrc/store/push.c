@@ -295,9 +295,7 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
     out->samples = args->samples;
     if (!outcome->ticket) return PYPS_OK;
     out->version = s->stream_ticket = outcome->ticket;
-    int rc = view_load_ticket(s, outcome->ticket);
-    if (!rc) out->sources = s->source_count, out->samples = s->ticket.samples;
-    if (rc < 0) return rc;
+    out->sources = outcome->sources, out->samples = outcome->samples;
     return unless_full(chunks_complete(s, outcome->ticket));
 }
 

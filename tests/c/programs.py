@@ -50,6 +50,7 @@ PROTOCOL = (
     "late-remover",
     "stopped-pusher",
     "leaver",
+    "late-closer",
     "fork-while-opening",
     "anonymous-reader",
 )

@@ -22,6 +22,7 @@ struct stalled {
     pyps_store *store;
     int rc;
     uint64_t version;
+    uint32_t sources; /* of a push */
     float flat[FLAT];
 };
 
@@ -46,7 +47,7 @@ static void *run_push(void *argument) {
     self = argument;
     pyps_push_result result = {0};
     self->rc = push_value(self->store, 1, PYPS_F32, &result);
-    self->version = result.version;
+    self->version = result.version, self->sources = result.sources;
     return NULL;
 }
 
@@ -283,6 +284,21 @@ static void leaver(pyps_store *worker) {
     close_three(s, &closes);
 }
 
+/* The push that closes a round knows how large that was, when the next one has closed before it goes on. */
+static void late_closer(pyps_store *worker) {
+    static struct stalled closes;
+    pyps_store *s[3];
+    (void)worker;
+    open_three(s), push(s[0]), push(s[1]);
+    stall(&closes, s[2], run_push, "push.admitted");
+    push(s[0]), push(s[1]), push(s[0]);
+    let_go(&closes);
+    CHECK(!closes.rc && closes.version == 1 && closes.sources == 3, "%s: version %llu of %u gradients",
+          pyps_error_name(closes.rc), (unsigned long long)closes.version, closes.sources);
+    for (int k = 0; k < 3; k++) must(pyps_close(s[k]), "close");
+    must(pyps_unlink("passing", 0), "unlink");
+}
+
 static void *run_open(void *argument) {
     self = argument;
     self->rc = pyps_open("passing", &self->store);
@@ -346,15 +362,11 @@ static const struct {
     void (*body)(pyps_store *worker);
     double round_timeout; /* seconds */
 } tests[] = {
-    {"late-reader", late_reader, 60},
-    {"late-reader-meets-saver", late_reader_meets_saver, 60},
-    {"stopped-reader", stopped_reader, 0.2},
-    {"observer-steps", observer_steps, 60},
-    {"late-decision", late_decision, 60},
-    {"late-remover", late_remover, 60},
-    {"stopped-pusher", stopped_pusher, 60},
-    {"leaver", leaver, 60},
-    {"fork-while-opening", fork_while_opening, 60},
+    {"late-reader", late_reader, 60},           {"late-reader-meets-saver", late_reader_meets_saver, 60},
+    {"stopped-reader", stopped_reader, 0.2},    {"observer-steps", observer_steps, 60},
+    {"late-decision", late_decision, 60},       {"late-remover", late_remover, 60},
+    {"stopped-pusher", stopped_pusher, 60},     {"leaver", leaver, 60},
+    {"late-closer", late_closer, 60},           {"fork-while-opening", fork_while_opening, 60},
     {"anonymous-reader", anonymous_reader, 60},
 };
 
