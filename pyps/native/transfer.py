@@ -31,7 +31,7 @@ class TransferRequest:
 @dataclass(frozen=True)
 class Transferred:
     """result: of the push; None: the policy rejected it. version: of the parameters that came back; None:
-    none came, since the worker was fenced after its push.
+    after the push a pull raised Fenced or NotFinite, as the next one will.
     """
 
     result: PushResult | None

@@ -288,21 +288,17 @@ class ShardedBackend(Away):
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
     ) -> tuple[PushResult, int | None]:
         result, version, tag = self._push(request, LogKind.PIN)
-        try:
-            fetched = version is not None and self._fetched(tag, out, self.address.pull)
-        except NotFinite:  # the next pull says so
-            fetched = False
-        if not fetched:
+        if version is None or not self._fetched(tag, out, self.address.pull):
             return result, None
         if arrived is not None:
             arrived(0, out.size)
         return result, version
 
     def _fetched(self, tag: Tag, out: Flat, codec: Codec) -> bool:
-        """After a push, which counts: fetch what it pinned; False: the worker was fenced meanwhile."""
+        """After a push, which counts: fetch what it pinned; False: that cannot be, as the next pull says."""
         try:
             self._fetch(tag, out, codec)
-        except Fenced:
+        except (Fenced, NotFinite):
             return False
         return True
 
@@ -371,9 +367,10 @@ class ShardedBackend(Away):
         reply = decided.transfer
         self._ended(push, admitted=reply.result is not None)
         pushed = time.monotonic()
-        if reply.version is not None and not self._fetched((decided.client, seq), out, codec):
-            if reply.result is None:
-                raise Fenced("pull", "this client has left the first server")
+        tag: Tag = (decided.client, seq)
+        if reply.version is not None and reply.result is None:
+            self._fetch(tag, out, codec)
+        elif reply.version is not None and not self._fetched(tag, out, codec):
             reply = msgspec.structs.replace(reply, version=None)
         return self._finished(reply, counts, began, pushed)
 

@@ -292,7 +292,7 @@ class SimulatedWorker:
         answered = self._clock.now
         waited = answered - arrived
         self._pass(STORE)
-        if done is not None and done.fenced is not None:
+        if done is not None and done.error is not None:
             done = None
         if done is not None and done.pulled is not None:
             yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), done.pulled[1])

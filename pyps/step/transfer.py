@@ -13,7 +13,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from pyps.errors import Fenced, PushRejected
+from pyps.errors import Fenced, NotFinite, PushRejected
 from pyps.native.values import Claim, PushResult
 
 
@@ -44,13 +44,13 @@ class Ask:
 @dataclass(slots=True)
 class Done:
     """result: of the push; None: the policy rejected it. pulled: what came back; None: nothing was asked for,
-    or the worker was fenced after its push, by `fenced`. push_seconds: from the beginning until that.
+    or there was an `error` after the push. push_seconds: from the beginning until that.
     """
 
     result: PushResult | None
     claims: tuple[Claim, ...]
     pulled: Any
-    fenced: Fenced | None = None
+    error: Fenced | NotFinite | None = None
     push_seconds: float = 0.0
 
 
@@ -60,8 +60,8 @@ TransferVerbs = Generator[Verb, Any, Done]
 def transfer(ask: Ask) -> TransferVerbs:
     """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
 
-    A rejected push is part of a transfer. A worker that is fenced after its push has pushed nonetheless. Any
-    other error ends the transfer, and is raised.
+    A rejected push is part of a transfer. A worker that is fenced after its push has pushed nonetheless, as
+    has one whose parameters cannot be encoded. Any other error ends the transfer, and is raised.
     """
     result = pulled = None
     claims: list[Claim] = []
@@ -80,7 +80,7 @@ def transfer(ask: Ask) -> TransferVerbs:
             claims.append(claim)
         if ask.pulls and pulled is None:
             pulled = yield Verb.PULL
-    except Fenced as error:
+    except (Fenced, NotFinite) as error:
         if result is None:
             raise
         return Done(result, tuple(claims), None, error)
@@ -105,7 +105,7 @@ class Transfers:
         except Exception as error:
             self._failed = error
             raise
-        self._failed = done.fenced
+        self._failed = done.error
         return done
 
     def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:

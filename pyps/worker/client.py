@@ -244,7 +244,7 @@ class StoreClient:
         staging: list[StagingBuffer] = []
         try:
             done = self._transfers.run(ask, self._verbs(request, ask, pull, out, outcome, began, arrived))
-            claims, fenced = done.claims, done.fenced is not None
+            claims, fenced = done.claims, done.error is not None
             staging = [] if fenced else [self.store.stage() for _ in claims]
         except Fenced:
             fenced = True

@@ -597,8 +597,8 @@ def test_an_exchange_that_was_fenced_after_its_push_has_its_result(
             assert store.status().version == pushes
 
 
-@pytest.mark.parametrize("by_worker", [True, False])
-def test_an_exchange_counts_though_its_parameters_cannot_be_encoded(shm: Path, by_worker: bool) -> None:
+@pytest.mark.parametrize("way", ["exchange", "worker", "transfer"])
+def test_a_push_counts_though_its_parameters_cannot_be_encoded(shm: Path, way: str) -> None:
     """What is not finite is not the gradient: no later claim is skipped in its place."""
     with (
         Store.create("model", {"w": np.full(SIZE, 3e38)}, batches=[4], policy="asp:scaling=none") as store,
@@ -611,15 +611,21 @@ def test_an_exchange_counts_though_its_parameters_cannot_be_encoded(shm: Path, b
         staging.flat[:] = -3e38
         request = push_request(staging, 4, Hyper(lr=1.0), groups=1)
         out = np.zeros_like(staging.flat)
-        exchange = partial(far.exchange, staging, 4, Hyper(lr=1.0), out)
-        if by_worker:
-            worker = StoreClient(far, Codec.F32, budget=None)
-            exchange = partial(worker.send, request, Ask(exchanges=True), out, None)
-        with pytest.raises(NotFinite, match="pull"):
-            exchange()
+        if way == "exchange":
+            with pytest.raises(NotFinite, match="pull"):
+                far.exchange(staging, 4, Hyper(lr=1.0), out)
+        elif way == "worker":
+            came = StoreClient(far, Codec.F32, budget=None).send(request, Ask(exchanges=True), out, None)
+            assert (came.outcome.result is not None, came.outcome.version) == (True, None)
+        else:
+            done = far.begin_transfer(TransferRequest(request))(out)
+            assert (done.result is not None, done.version) == (True, None)
+        assert len({far.stage().index for _ in range(far.layout.staging_buffers)}) == 2
         assert (store.ranks()[0].pushes, store.ranks()[0].skipped) == (1, 0)
         assert following is not None
         assert far.start().first == following.first
+        with pytest.raises(NotFinite):
+            far.pull()
 
 
 def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server) -> None:

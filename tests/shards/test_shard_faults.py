@@ -22,7 +22,16 @@ from shard_tools import (
     serving,
 )
 
-from pyps.errors import Busy, Fenced, InvalidArgument, LinkLost, OutOfSpace, StoreError, TimedOut
+from pyps.errors import (
+    Busy,
+    Fenced,
+    InvalidArgument,
+    LinkLost,
+    NotFinite,
+    OutOfSpace,
+    StoreError,
+    TimedOut,
+)
 from pyps.native import STORE_TIMEOUT
 from pyps.native.local import LocalBackend
 from pyps.native.transfer import TransferRequest
@@ -209,13 +218,14 @@ def test_an_exchange_that_is_fenced_after_its_push_says_so_at_once(
         assert only_value(store) == (1.0, 1)
 
 
-def test_a_worker_that_is_fenced_before_it_fetches_what_its_push_brings_has_pushed(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [Fenced, NotFinite])
+def test_a_worker_that_cannot_fetch_what_its_push_brings_has_pushed(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, error: type[StoreError]
 ) -> None:
-    """The first server took its push; the second one knows it no more when it asks for parameters."""
+    """The first server took its push; the second one knows it no more, or cannot encode its parameters."""
 
     def left(*_: object) -> Any:
-        raise Fenced("pull", "this client has left the first server")
+        raise error("pull", "this client has left the first server")
 
     with serving(2) as (address, (_, far)), make(address, samples=1000) as store:
         store.join(0)

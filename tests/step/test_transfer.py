@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyps.errors import Fenced, LinkLost, PushRejected
+from pyps.errors import Fenced, LinkLost, NotFinite, PushRejected, StoreError
 from pyps.step.transfer import Ask, Transfers, Verb
 
 RESULT, PARAMETERS = "result", "parameters"
@@ -66,12 +66,12 @@ def test_a_rejected_push_is_part_of_a_transfer() -> None:
     assert (done.result, done.pulled) == (None, PARAMETERS)
 
 
-@pytest.mark.parametrize("verb", ["claim", "pull"])
-def test_fenced_after_a_push_the_push_counts(verb: str) -> None:
-    transfers, error = Transfers(), Fenced(verb, "late")
+@pytest.mark.parametrize("error", [Fenced("claim", "late"), Fenced("pull", "late"), NotFinite("pull", "inf")])
+def test_what_is_raised_after_a_push_leaves_its_result(error: StoreError) -> None:
+    transfers, verb = Transfers(), error.what
     done = transfers.run(Ask(claims=1), Store(**{verb: error}).verbs())
-    assert (done.result, done.pulled, done.fenced) == (RESULT, None, error)
-    with pytest.raises(Fenced):
+    assert (done.result, done.pulled, done.error) == (RESULT, None, error)
+    with pytest.raises(type(error)):
         transfers.run(Ask(), Store().verbs())
 
 
