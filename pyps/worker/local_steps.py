@@ -148,7 +148,7 @@ class LocalSteps:
         if self._overlaps:
             self._travelling.append(ways)
         else:
-            self._collected.clear()  # an error may have ended the last one
+            self._collected.clear()  # an error may have ended the last one: see `pushed`
         with self._lock:
             self._pushes += 1
             self._pushed_from[staging] = self._pushes
@@ -176,14 +176,16 @@ class LocalSteps:
         if result is None:
             self._count_down()
         else:
+            while self._pushes - len(self._collected) > result.rank_pushes:  # an error had ended one before it
+                self._count_down(after=1)
             self._state.remove_old(result.rank_pushes, result.saved_pushes)
 
-    def _count_down(self) -> None:
-        """The push before those under way is none of the rank's: they get its number, and those after it."""
+    def _count_down(self, after: int = 0) -> None:
+        """A push is none of the rank's: the `after` that have ended since, and those under way, move up."""
         with self._lock:
             for staging in set(self._collected):
                 self._pushed_from[staging] -= 1
-            self._state.move_up(self._pushes - len(self._collected) + 1, self._pushes)
+            self._state.move_up(self._pushes - len(self._collected) + 1 - after, self._pushes)
             self._pushes -= 1
 
 

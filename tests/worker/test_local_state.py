@@ -274,6 +274,31 @@ def test_behind_a_push_that_is_refused_later_ones_have_their_numbers(tmp_path: P
     assert not residual_file(tmp_path, 0, 3).exists()
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_push_that_raised_an_error_has_a_number_only_if_it_counts(tmp_path: Path, counts: bool) -> None:
+    """The next one that is admitted says it."""
+    settings, p = settings_of(tmp_path), torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5)
+    local = LocalSteps((optimizer,), [p], 0.0, LocalState(settings, [optimizer]), 0)
+
+    def step() -> None:
+        local.begin()
+        p.grad = torch.ones(3)
+        local.step()
+        local.collect()
+
+    step()  # its push raises
+    step()
+    local.pushed(PushResult(1, 0, 1, 1, 0.0, rank_pushes=1 + counts))
+    step()
+    local.pushed(PushResult(2, 0, 1, 1, 0.0, rank_pushes=2 + counts))
+    assert sorted(states_of(tmp_path, 0)) == [1, 2, 3][: 2 + counts]
+    q = torch.nn.Parameter(torch.zeros(3))
+    again = torch.optim.SGD([q], lr=1.0, momentum=0.5)
+    LocalState(settings, [again]).load(2 + counts)
+    assert torch.equal(again.state[q]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+
+
 def test_old_files_go_but_those_that_may_be_needed(tmp_path: Path) -> None:
     """The newest, one more for each step under way, and those in the store's last two saved states."""
     state = LocalState(settings_of(tmp_path, depth=2), [stepped()])
