@@ -425,7 +425,7 @@ class Transport:
         waited = outcome.result.wait_seconds if outcome.result is not None else 0.0
         there, back = (_seconds(outcome, kind) for kind in ("push", "pull"))
         computed = step.compute_seconds
-        if step.mode is not None:
+        if step.mode is not None and step.finite and not outcome.unencodable:  # else no gradient travelled
             ended = max(end for _, _, end in outcome.spans)
             self._follow(TimedTransfer(step.mode, computed, there, waited, back, ended))
         return events.Arrived(outcome.version, len(transfer.claims), False, waited, there + back, computed)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
+from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with, train
 
 from pyps.formats.mode import CODEC_BITS, WorkerMode
 from pyps.formats.records import StepRecord, read_run
 from pyps.solver.links import LinkSlowdown, LinkSpec
+from pyps.solver.online.mode import ModeBalancer, TimedTransfer
 from pyps.store.policies import policy_named
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings, ThrottleSpec
@@ -70,3 +71,23 @@ def test_bits_fall_and_rise_with_the_link(shm: Path, tmp_path: Path) -> None:
 
 def test_a_mode_that_was_not_left_to_the_plan_stays(shm: Path, tmp_path: Path) -> None:
     assert {record.mode for record in records_of(tmp_path, adapts=False)} == {None}
+
+
+def test_a_step_that_pushed_nothing_tells_nothing_of_the_link(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[TimedTransfer] = []
+    monkeypatch.setattr(ModeBalancer, "hear", lambda _, one: heard.append(one))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(plan_with([10])))
+    throttle = ThrottleSpec(factor=1.0, links=(LinkSpec(0.001, 1e9),))
+    settings = Settings(
+        "run", 0, policy_named("hps"), 60, 5, batches=(10,), depth=2, staging_buffers=3,
+        throttle=throttle, run_dir=tmp_path, plan_path=plan, adapts=True, allow_nonfinite=True,
+    )  # fmt: skip
+    model = make_model()
+    with Worker(settings) as worker:
+        worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.02))
+        assert train(worker, model, spoil=2) == 6
+    assert [record.skipped for record in read_run(tmp_path)] == [False, False, True, False, False, False]
+    assert len(heard) == 5
