@@ -246,7 +246,7 @@ class UnknownPolicy(StoreError):
 
 class NotFinite(StoreError):
     code = "PYPS_ENONFINITE"
-    hint = "skip the step (samples=0), or choose nonfinite skip or zero"
+    hint = "a gradient: skip it (samples=0), or choose nonfinite skip or zero; parameters: training has diverged"
 
 
 class FalseLook(StoreError):

@@ -176,7 +176,7 @@ class LocalSteps:
         if result is None:
             self._count_down()
         else:
-            while self._pushes - len(self._collected) > result.rank_pushes:  # an error had ended one before it
+            while self._pushes - len(self._collected) > result.rank_pushes > 0:  # one before it had failed
                 self._count_down(after=1)
             self._state.remove_old(result.rank_pushes, result.saved_pushes)
 
