@@ -246,7 +246,7 @@ class UnknownPolicy(StoreError):
 
 class NotFinite(StoreError):
     code = "PYPS_ENONFINITE"
-    hint = "a gradient: skip it (samples=0), or choose nonfinite skip or zero; parameters: training has diverged"
+    hint = "a gradient: skip it (samples=0), or choose nonfinite skip or zero; parameters: training diverged"
 
 
 class FalseLook(StoreError):
