@@ -63,6 +63,7 @@ class LocalSteps:
         self._collected: deque[int] = deque()  # staging buffers of pushes under way
         self._lock = threading.Lock()  # guards their numbers, and files that have them
         self._is_away = False  # between pull_whole() and the next local step
+        self._begun = False  # and not collected
         self._state, self._pushes = state, pushes
         state.load(pushes)
 
@@ -74,10 +75,25 @@ class LocalSteps:
     @torch.no_grad()
     def begin(self) -> None:
         """Local steps follow, from the parameters that are in the model and what is travelling."""
-        self._is_away = False
+        self._is_away, self._begun = False, True
         self._go_on()
         for start, p in zip(self._start, self._parameters, strict=True):
             start.copy_(p)
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """The local steps since begin(), if they were not collected, count for nothing."""
+        if self._begun and not self._is_away:
+            self._put_back()
+        self._begun = self._is_away = False
+
+    def _put_back(self) -> None:
+        """The parameters that came from the store, which lack what is travelling."""
+        for p, start in zip(self._parameters, self._start, strict=True):
+            p.copy_(start)
+        for earlier in self._travelling:
+            for p, way in zip(self._parameters, earlier, strict=True):
+                p.add_(way)
 
     def _go_on(self) -> None:
         """From the newest parameters, in the model, to where the pushes that they do not have lead."""
@@ -139,12 +155,10 @@ class LocalSteps:
         staging: the number of the staging buffer that it is pushed from.
         """
         ways = [start - p for start, p in zip(self._start, self._parameters, strict=True)]
-        for p, start, way in zip(self._parameters, self._start, ways, strict=True):
+        for p, way in zip(self._parameters, ways, strict=True):
             p.grad = way
-            p.copy_(start)
-        for earlier in self._travelling:
-            for p, way in zip(self._parameters, earlier, strict=True):
-                p.add_(way)
+        self._put_back()
+        self._begun = False
         if self._overlaps:
             self._travelling.append(ways)
         else:

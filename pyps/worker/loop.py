@@ -320,6 +320,8 @@ class Worker:
         """Claim the next step; None when the run's samples are used up. Raises SystemExit on notice."""
         self._notice.leave_if_asked()
         self._notice.busy = True
+        if (local := self._require().local) is not None:
+            local.give_up()
         step = transport.begin()
         self._notice.leave_if_asked()
         self._notice.busy = step is not None

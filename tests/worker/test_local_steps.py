@@ -294,6 +294,31 @@ def test_a_look_at_the_newest_parameters_neither_loses_nor_doubles_steps(depth: 
     torch.testing.assert_close(model.weight.detach(), wanted)
 
 
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_local_steps_that_are_given_up_leave_nothing(depth: int, taken: int) -> None:
+    """A loop that ends before its claim's last local step, while others travel: the next takes it anew."""
+    model, rival = make_model(), make_model()
+    with alone(policy="asp", **({"pipeline": depth} if depth > 1 else {})) as worker:
+        worker.attach(model, whole(model, 0.05), local_steps=4, outer=whole(model))
+
+        def part(steps: int) -> None:
+            for number, (x, y) in enumerate(worker.batches((X, Y))):
+                if number == steps:
+                    break
+                backward(loss_of(model, x, y))
+                worker.step()
+
+        for _ in range(2):
+            part(12)
+            part(taken)
+            part(taken)
+        train(worker, model)
+        assert worker.steps == 9
+    train_alone(rival, whole(rival, 0.05), 5)
+    assert distance(model, rival) < 10 * RELATIVE
+
+
 class _NoState:
     """Where a worker's optimizer state is not kept."""
 
