@@ -92,6 +92,7 @@ class Client:
         self._changed = threading.Condition()  # guards what follows, and the sockets
         self._unanswered: dict[int, list[Any]] = {}  # seq -> what was sent, in order
         self._replies: dict[int, tuple[Answer | Failure, list[Any]]] = {}  # that no thread has taken yet
+        self._untaken: set[int] = set()  # calls whose reply none will take: an error ended the wait
         self._breaks = 0  # of the connection, since the last reply
         self._refused = False  # the socket did not take a call
         self._receiving = False  # a thread sleeps until something comes
@@ -205,15 +206,20 @@ class Client:
     def _wait(self, seq: int) -> tuple[Answer | Failure, list[Any]]:
         """The reply to a call. One waiting thread sleeps at the sockets, the others until it wakes."""
         with self._changed:
-            while seq not in self._replies:
-                if self._receiving:
-                    self._changed.wait(SLICE_MS / 1000)
-                    continue
-                self._receive()
-                if seq in self._replies:
-                    break
-                self._check()
-                self._sleep()
+            try:
+                while seq not in self._replies:
+                    if self._receiving:
+                        self._changed.wait(SLICE_MS / 1000)
+                        continue
+                    self._receive()
+                    if seq in self._replies:
+                        break
+                    self._check()
+                    self._sleep()
+            except BaseException:
+                self._untaken.add(seq)
+                self._replies.pop(seq, None)
+                raise
             return self._replies.pop(seq)
 
     def _sleep(self) -> None:
@@ -241,7 +247,8 @@ class Client:
                 reply = decode_reply(header.buffer)
                 if isinstance(reply, Answer | Failure) and reply.seq in self._unanswered:
                     del self._unanswered[reply.seq]
-                    self._replies[reply.seq] = (reply, rest)
+                    if reply.seq not in self._untaken:
+                        self._replies[reply.seq] = (reply, rest)
                     self._breaks = 0
                     self._changed.notify_all()
         if self._broken() or self._heartbeat.stalled(self._unanswered):

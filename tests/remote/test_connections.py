@@ -17,8 +17,10 @@ from remote_tools import RawClient, RawConnection, eventually
 
 from pyps.remote import connections
 from pyps.remote.address import parse_address
+from pyps.remote.client import Client
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.server import Server
+from pyps.remote.verbs import HELLO, STATUS
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, Ping, decode_reply, encode, encode_raw
 from pyps.store import Store
 
@@ -158,3 +160,24 @@ def test_what_is_known_of_ended_connections_goes(server: Server) -> None:
         with RawClient(server.address) as client:
             client.ask("hello", PROTOCOL, "model")
     eventually(lambda: not server._connections._known)
+
+
+def test_the_reply_to_a_call_that_a_signal_ended_is_not_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be as large as a model."""
+
+    def interrupted(_: Client) -> None:
+        raise KeyboardInterrupt
+
+    client = Client(parse_address(server.address))
+    try:
+        client.call(HELLO(PROTOCOL, "model"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "_sleep", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.call(STATUS())
+        assert client.call(STATUS()).version == 0
+        assert not client._replies
+    finally:
+        client.close()
