@@ -101,7 +101,7 @@ def errors_after_rounds_left(
         model = sharded(model, mesh_of(group, replicas))
     else:
         model = DistributedDataParallel(model, process_group=group)
-    hook, optimizer = weighted_hook(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = weighted_hook(model)
     count = parts if isinstance(parts, int) else parts[dist.get_rank(group)]
     errors = []
     for left in range(count):
@@ -113,12 +113,11 @@ def errors_after_rounds_left(
                 break
             square(model, *micro).backward()
         for cut in (True, False):
-            optimizer.zero_grad()
+            model.zero_grad()  # those before the round that was left, too
             for micro in hook.accumulate(own, parts) if cut else [own]:
                 square(model, *micro).backward()
             found = gradient(model) if replicas else flat(p.grad for p in model.parameters())
             errors.append(off(found, right))
-        optimizer.zero_grad()
     return errors
 
 
