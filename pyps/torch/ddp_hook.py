@@ -224,11 +224,11 @@ class DDPHook(WeightedHook):
         """A backward pass is over: W. Raises InputError if its gradients are this rank's own, unreduced."""
         if self._is_reduced:
             self._is_reduced = False
-            self.waiting.over()
             if self.lockstep.is_due():
                 self._compare_ranks(now=True)
                 if self.device.type == "cuda" or self.wire in QUANTIZED:  # else W was behind all gradients
                     self._check_late()
+            self.waiting.over()  # ranks that meet after it meet between passes
             if (refusal := self._refused() or self.passes.refused()) is not None:
                 raise refusal
             return self._total

@@ -301,7 +301,6 @@ class FSDPHook(WeightedHook):
 
     def _pass_over(self) -> torch.Tensor | None:
         """So are these: W, of what is reduced in one pass."""
-        self.waiting.over()
         is_reduced, self._factor = self._factor is not None, None
         if not is_reduced:
             self.passes.keep()
@@ -316,6 +315,7 @@ class FSDPHook(WeightedHook):
                 self._check_late()
             if (refusal := self._refused() or self.passes.refused()) is not None:
                 raise refusal
+        self.waiting.over()  # ranks that meet after it meet between passes
         return self._total if is_reduced and self._round is None else None
 
     def _correct(self) -> None:

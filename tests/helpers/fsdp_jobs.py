@@ -398,8 +398,10 @@ class Slow(torch.autograd.Function):
         return gradient, None
 
 
-def timed(group: dist.ProcessGroup, seconds: float, steps: int) -> list[float]:
-    """What the timer gives for each step; rank 0 is slow between its layers, where the others wait for it."""
+def timed(group: dist.ProcessGroup, seconds: float, steps: int, between: float) -> list[float]:
+    """What the timer gives for each step of two passes, with so many seconds between these; rank 0 is slow
+    between its layers, where the others wait for it.
+    """
     model = sharded(net(), mesh_of(group, 1))
     if dist.get_rank(group) == 0:
         for layer in model:
@@ -407,6 +409,8 @@ def timed(group: dist.ProcessGroup, seconds: float, steps: int) -> list[float]:
     timer, inputs = ComputeTimer(weighted_hook(model)), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
         timer.start()
+        square(model, inputs, inputs[:, :4]).backward()
+        time.sleep(between)
         square(model, inputs, inputs[:, :4]).backward()
         timer.finish(step)
     if DEVICE.type == "cuda":

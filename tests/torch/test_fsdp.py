@@ -123,9 +123,15 @@ def test_the_split_follows_the_devices(ranks: Ranks, profiled: bool, most: int) 
 
 @pytest.mark.timed
 def test_the_wait_between_layers_is_not_a_rank_s_own_time(ranks: Ranks) -> None:
-    slow, quick = ranks.run(2, jobs.timed, 0.01, 5)
-    assert min(slow) >= 0.1  # five layers, both ways
-    assert min(quick) < 0.05
+    slow, quick = ranks.run(2, jobs.timed, 0.01, 5, 0.0)
+    assert min(slow) >= 0.2  # five layers, both ways, twice
+    assert min(quick) < 0.1
+
+
+@pytest.mark.timed
+def test_the_time_between_passes_is_a_rank_s_own(ranks: Ranks) -> None:
+    for own in ranks.run(2, jobs.timed, 0.0, 5, 0.05):
+        assert min(own) >= 0.05
 
 
 @pytest.mark.parametrize(
