@@ -83,8 +83,8 @@ class ShardedModules:
         self._model.set_requires_gradient_sync(True)
 
     def forget_gradients(self) -> None:
-        """Drop gradients that are not reduced, and whole parameters: model.zero_grad() sees these, and not the
-        shards.
+        """Drop gradients that are not reduced, and whole parameters: model.zero_grad() would see these, and
+        not the shards.
         """
         for group in self._groups:
             group._partial_reduce_output = None

@@ -20,6 +20,8 @@ from pyps.torch.weighting import IGNORED
 
 NODES = 32  # of a loss's graph that are looked at
 MEAN, SUM = 1, 2  # torch's numbers of reductions
+SUMMED = "SumBackward0"
+REDUCTIONS = SUMMED, "MeanBackward0"  # of all that a tensor holds
 BITS = (1 << 24) - 1  # of a fingerprint: whole numbers that float32 holds
 Shape = tuple[int, ...]
 
@@ -34,6 +36,7 @@ class Shapes:
         whole = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
         self._labels = labels if whole else None
         self._divisors = [found for loss in outputs if not loss.dim() for found in _divisors_of(loss)]
+        self._of_targets: int | None = None
 
     def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]], means: bool = True) -> int | None:
         """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.
@@ -54,8 +57,17 @@ class Shapes:
 
     def _targets(self, rows: int) -> int:
         """Of the targets by row, where some are left out: a mean over those is none over samples."""
+        if self._of_targets is None:
+            self._of_targets = self._targets_of(rows)
+            self._labels, self._divisors = None, []  # they need memory
+        return self._of_targets
+
+    def _targets_of(self, rows: int) -> int:
         if self._divisors:
-            return crc32(repr([float(one) / rows for one in self._divisors]).encode()) & BITS
+            unlike = {
+                float(one) / rows if n is None else float(one) * (n / rows) for one, n in self._divisors
+            }
+            return crc32(repr(sorted(unlike)).encode()) & BITS
         if self._labels is None:
             return 0
         kept = self._labels.ne(IGNORED)
@@ -66,19 +78,37 @@ class Shapes:
         return crc32(repr([number / rows for number in numbers]).encode()) & BITS
 
 
-def _divisors_of(loss: torch.Tensor) -> list[Any]:
-    """What each cross entropy that a loss is made of is divided by: the targets that it is a mean over."""
-    found: list[Any] = []
+def _divisors_of(loss: torch.Tensor) -> list[tuple[Any, int | None]]:
+    """What a loss, or each that it is made of, is divided by: the targets that a cross entropy or a masked
+    mean is over. With it: a mean of how many numbers is.
+    """
+    found: list[tuple[Any, int | None]] = []
     ways: list[tuple[Any, Any]] = [(loss.grad_fn, None)] if loss.grad_fn is not None else []
     for node, divisor in ways:
         name = node.name()
         if name.startswith("NllLoss"):
-            found += [one for one in [_divisor_of(node, divisor)] if one is not None]
+            found += [(one, None) for one in [_divisor_of(node, divisor)] if one is not None]
+        elif divisor is not None and name in REDUCTIONS and not _joins(node) and not _is_number(divisor):
+            found.append((divisor, None if name == SUMMED else node._saved_self_sym_numel))
         elif len(ways) < NODES:
             other = _plain(node, "other") if name == "DivBackward0" else None
             divisor = divisor if other is None or other.numel() > 1 else other
             ways += [(before, divisor) for before, _ in node.next_functions if before is not None]
     return found
+
+
+def _joins(node: Any) -> bool:
+    """Whether it reduces several losses, not one by sample."""
+    before = node.next_functions[0][0]
+    return before is not None and before.name().startswith(("Stack", "Cat"))
+
+
+def _is_number(divisor: torch.Tensor) -> bool:
+    """Whether it was one of Python's, by whose type torch changes none: a constant, not a mask's sum."""
+    if divisor.requires_grad:  # a parameter
+        return True
+    other = {torch.int64: torch.int8, torch.float64: torch.float16}.get(divisor.dtype)
+    return other is not None and torch.result_type(divisor, torch.zeros((), dtype=other)) == other
 
 
 def _divisor_of(node: Any, of_sum: Any) -> Any:
@@ -127,7 +157,7 @@ def attached(value: Any, depth: int) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple | set):
         inside = value
     elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in fields(value)]
+        inside = [getattr(value, field.name, None) for field in fields(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
         inside = list(vars(value).values())
     if depth:

@@ -252,10 +252,21 @@ def in_chunks(group: dist.ProcessGroup, batches: list[int], size: int) -> str:
     return said_by(train)
 
 
+class Masked(Speaker):
+    """The same mean, by a mask."""
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores, kept = self.out(torch.tanh(self.embed(words))), targets.ge(0).flatten()
+        losses = torch.nn.functional.cross_entropy(
+            scores.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
+        )
+        return (losses * kept).sum() / kept.sum()
+
+
 @in_new_pair
-def targets_in_the_model(group: dist.ProcessGroup, batches: list[int]) -> str:
+def targets_in_the_model(group: dist.ProcessGroup, batches: list[int], masked: bool) -> str:
     """What is said of a mean over targets that the model computes of an argument without the name labels."""
-    model = DistributedDataParallel(Speaker().to(DEVICE), process_group=group)
+    model = DistributedDataParallel((Masked() if masked else Speaker()).to(DEVICE), process_group=group)
     weighted_hook(model)
     texts, targets = (values[mine(batches, group)] for values in words(0, sum(batches)))
     return said_by(lambda: model(texts, targets).backward())

@@ -180,8 +180,9 @@ def test_chunks_of_a_batch_are_not_its_samples(ranks: Ranks) -> None:
         assert "unlike numbers of forward passes in a loss; expected weighted_hook(model, count=" in said
 
 
-def test_a_mean_over_targets_in_the_model_is_none_over_rows(ranks: Ranks) -> None:
-    for said in pair(ranks, jobs.targets_in_the_model, [6, 3]):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mean_over_targets_in_the_model_is_none_over_rows(ranks: Ranks, masked: bool) -> None:
+    for said in pair(ranks, jobs.targets_in_the_model, [6, 3], masked):
         assert "unlike targets by row" in said
 
 

@@ -44,6 +44,8 @@ def test_rows_without_a_target_are_seen_where_each_has_one_label() -> None:
     assert labelled(1, 2, -100, 4) != labelled(1, 2)
     assert labelled(1, 2, -100, 4, means=False) == 0, "of a sum they change no weight"
     assert labelled(1, -100, 2, -100) == labelled(-100, 2) != 0, "the same share of the rows on both ranks"
+    shapes = Shapes([torch.zeros(2, 3)], [], torch.tensor([1, -100]))
+    assert shapes.fingerprint(True, set()) == shapes.fingerprint(True, set()), "it keeps no labels"
 
 
 def test_a_cross_entropy_counts_by_what_it_is_divided_by() -> None:
@@ -59,6 +61,29 @@ def test_a_cross_entropy_counts_by_what_it_is_divided_by() -> None:
     weights = torch.tensor([1.0, 1.0, 0.5, 0.5])
     assert of([0, 1], weight=weights) == whole != of([2, 3], weight=weights) == half
     assert of([1, 2, 3], 3, reduction="sum") == whole != of([1, 2, 3, 0], 2, reduction="sum") == half
+
+
+def test_a_masked_mean_counts_by_its_mask() -> None:
+    def of(mask: Any, form: Any) -> int | None:
+        kept = torch.as_tensor(mask)
+        x = torch.ones(len(kept), requires_grad=True)
+        return Shapes([x], [form(x, kept)], None).fingerprint(True, set())
+
+    third = [1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0]
+    for form in (
+        lambda x, kept: 2 * (x * kept).sum() / kept.sum(),
+        lambda x, kept: (x * kept).sum() / kept.bool().sum().clamp(min=1) + x.mean(),
+        lambda x, kept: (x * kept).mean() / kept.mean(),
+        lambda x, kept: torch.stack([x.mean(), (x * kept).sum() / kept.sum()]).sum() / torch.tensor(2.0),
+    ):
+        assert of(third[0], form) == of(third[1], form) != of(third[2], form)
+    scale = torch.tensor(2.0, requires_grad=True)
+    for form in (
+        lambda x, kept: x.mean() / torch.tensor(0.1) + scale.square().sum() / 2 + scale.sum() / 2.5,
+        lambda x, kept: torch.stack([x.mean(), scale.square()]).mean() / torch.tensor(2),
+        lambda x, kept: scale.sum() / scale,
+    ):
+        assert len({of([1.0] * rows, form) for rows in range(3, 12)}) == 1, "no divisor here is a mask's"
 
 
 def test_what_a_checkpoint_would_compute_again_is_left_alone() -> None:
