@@ -43,9 +43,9 @@ class Pass:
     loss_scale() before it.
     """
 
-    def __init__(self, weight: Any, kept: bool = False) -> None:
+    def __init__(self, weight: Any, kept: bool = False, in_eval: bool = False) -> None:
         self._weight, self.kept = weight, kept
-        self.in_eval = callable(weight)  # mostly no backward() comes
+        self.in_eval = in_eval or callable(weight)  # mostly no backward() comes
         self.share: float | None = None
         self.total: Any = None
         self.shapes: list[Shapes] = []
@@ -128,13 +128,15 @@ class Passes:
         if begun is not None:
             self._mark(output, begun, inputs)
 
-    def apart(self, output: Any, weight: Callable[[], Any], inputs: Any) -> None:
+    def apart(self, output: Any, weight: Any, in_eval: bool, inputs: Any) -> None:
         """A part of the model has computed this. Outside forward() it is a pass of its own.
 
-        weight: gives its samples; None if they are not known.
+        weight: its samples; None if they are not known.
         """
-        if self._open is None and torch._C._current_graph_task_id() == -1:  # else a checkpoint computes again
-            self._mark(output, Pass(weight()), inputs)
+        if self._open is not None or torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
+            return
+        if torch._C._functorch.peek_interpreter_stack() is None:  # else torch.func computes
+            self._mark(output, Pass(weight, in_eval=in_eval), inputs)
 
     def _mark(self, output: Any, begun: Pass, inputs: Any) -> None:
         outputs = list(attached(output, DEPTH))
@@ -358,10 +360,10 @@ class Passes:
         if self._said is not None:
             return self._said
         if any(one.scales != scales_made() for one in passes):
-            expected = "the plain loss, which the hook weighs, or hook.set_weight(1) before backward()"
-            raise InputError(
-                "weighted_hook", "loss_scale()", "one between forward() and backward()", expected
-            )
+            found = "one between forward() and backward()"
+            expected = "the plain loss, which the hook weighs, or hook.set_weight(1) before backward(); "
+            expected += "for a log torch.no_grad() around it"
+            raise InputError("weighted_hook", "loss_scale()", found, expected)
         is_alone = len(passes) == 1 and not self._differentiated and not self._gathered
         if is_alone and passes[0].weight is not None:
             return passes[0].weight

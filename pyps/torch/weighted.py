@@ -21,7 +21,7 @@ from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.shapes import BITS, Shape, Shapes, attached
 from pyps.torch.waiting import Waiting, meetings_of
-from pyps.torch.weighting import check_weight, note_weights, rows_of
+from pyps.torch.weighting import check_weight, note_weights, rows_of, tensors_of
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()  # models that have a hook
 _latest: WeakKeyDictionary[torch.nn.Module, ReferenceType[WeightedHook]] = WeakKeyDictionary()  # of modules
@@ -258,13 +258,14 @@ class WeightedHook(ABC):
         if not _suspended and torch.is_grad_enabled():
             self.passes.end(output, None if self._count else (args, kwargs))
 
-    def _after_part(self, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_part(self, part: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A part of the model has computed, mostly within the model's forward(), which counts it."""
         if self.passes.within or torch.compiler.is_compiling():
             return
         if not _suspended and torch.is_grad_enabled():
             inputs = None if self._count else (args, kwargs)
-            self.passes.apart(output, lambda: None if self._count else rows_of(inputs), inputs)
+            rows = None if inputs is None else next(map(len, tensors_of(inputs)), None)
+            self.passes.apart(output, rows, not part.training, inputs)
 
     def _fingerprint(self, shapes: Iterable[Shapes]) -> int | None:
         """That of a round, of whose passes these are the shapes; None if it has none."""

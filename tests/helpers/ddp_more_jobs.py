@@ -1,9 +1,10 @@
-"""What the ranks of the tests of loss_scale, UnevenSyncBatchNorm and check_gradient do."""
+"""What the ranks of the tests of loss_scale, UnevenSyncBatchNorm, check_gradient and looks at a model do."""
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +55,76 @@ def _held_back(model: Any, sharded: bool, last: bool) -> Any:
         model.set_requires_gradient_sync(last)
         return nullcontext()
     return nullcontext() if last else model.no_sync()
+
+
+@dataclass
+class Found:
+    """A model's output; some set the second field later."""
+
+    values: torch.Tensor
+    later: Any = field(init=False)
+
+
+class Table(nn.Module):
+    """A part that gets no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
+
+    def forward(self) -> torch.Tensor:
+        return 2 * self.values
+
+
+class Slopes(nn.Module):
+    """Outputs, and a part of the slopes of these within the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.table = net(torch.float64), Table()
+
+    def forward(self, inputs: torch.Tensor) -> Found:
+        inputs = inputs.detach().requires_grad_()
+        found = self.body(inputs)
+        (slopes,) = torch.autograd.grad(found.sum(), inputs, create_graph=True)
+        return Found(found + slopes[:, :4] + self.table())
+
+
+def errors_after_looks(group: dist.ProcessGroup, batches: list[int], look: str) -> list[float]:
+    """How far the gradient is off when a script has looked at the model with other samples before."""
+    alone = Slopes().to(DEVICE)
+    ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)
+    weighted_hook(ddp)
+    errors = []
+    for number in range(2):
+        whole = numbers(number, sum(batches), torch.float64)
+        own = tuple(x[mine(batches, group)] for x in whole)
+        right = flat(torch.autograd.grad(by_values(alone, *whole), list(alone.parameters())))
+        ddp.zero_grad()
+        if look == "eval":  # differentiates also where nothing is trained
+            ddp.module.eval()(own[0][:1])
+            ddp.train()
+        elif look == "table":
+            ddp.module.table()
+        else:
+            by_sample(ddp.module.body, own[0])
+        by_values(ddp, *own).backward()
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+    return errors
+
+
+def by_values(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(inputs).values, targets)
+
+
+def by_sample(model: nn.Module, inputs: torch.Tensor) -> Any:
+    """Each sample's gradient."""
+    parameters = {name: values.detach() for name, values in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (one[None],)).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, inputs)
 
 
 def normed(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1) -> nn.Sequential:

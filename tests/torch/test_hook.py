@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_jobs
+import ddp_more_jobs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +77,12 @@ def test_a_module_may_go_into_another_ddp(ranks: Ranks) -> None:
 
 def test_a_cache_for_the_next_call_is_no_part_of_a_loss(ranks: Ranks) -> None:
     assert max(ranks.run(2, ddp_jobs.error_with_a_cache, [9, 4], [5, 8])) < FP32
+
+
+@pytest.mark.parametrize("look", ["eval", "table", "each sample"])
+def test_a_look_at_the_model_is_no_part_of_a_loss(ranks: Ranks, look: str) -> None:
+    for errors in ranks.run(2, ddp_more_jobs.errors_after_looks, [9, 4], look):
+        assert max(errors) < 1e-12
 
 
 @pytest.mark.thorough
