@@ -45,7 +45,8 @@ def accumulated(cost: Cost, at_once: int, repeats: int, unit: int, multiple: int
 
 def tries_all(at_once: int, repeats: int, unit: int, multiple: int, total: int) -> bool:
     """Whether `accumulated` tries every size. at_once ... total: as there."""
-    return at_once // unit * (_ends(at_once, repeats, multiple, total)[1] // multiple) <= MOST_TRIED
+    exact = _ends(at_once, repeats, multiple, total)[1]
+    return min(at_once, exact) // unit * (exact // multiple) <= MOST_TRIED
 
 
 def _ends(at_once: int, repeats: int, multiple: int, total: int) -> tuple[int, int]:
@@ -61,7 +62,8 @@ def best_size(cost: Cost, batch: int, at_once: int, repeats: int, unit: int) -> 
 
 def _best(cost: Cost, batches: Ints, at_once: int, repeats: int, unit: int) -> tuple[Ints, Floats]:
     """The best size for each batch, and the seconds with it; infinite where none does."""
-    single = _at_once(cost, np.arange(0, at_once + 1, unit, dtype=np.int64))
+    most = min(at_once, int(batches[-1]))  # a larger size is the whole batch, too
+    single = _at_once(cost, np.arange(0, most + 1, unit, dtype=np.int64))
     largest = int(np.flatnonzero(np.isfinite(single))[-1])  # in units; a table is undefined past its end
     step = max(1, -(-largest * len(batches) // MOST_TRIED))
     sizes, seconds = np.full(len(batches), unit, np.int64), np.full(len(batches), np.inf)

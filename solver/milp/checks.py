@@ -120,7 +120,7 @@ def _of_one(costs: Costs, k: int) -> Cost:
 
 
 def _every_size(cost: Cost, rank: PlannedRank, last: int, unit: int) -> Table:
-    most, repeats = max_batch_of(rank.group, rank.profile), rank.group.max_accumulation
+    most, repeats = min(last, max_batch_of(rank.group, rank.profile)), rank.group.max_accumulation
     sizes = np.arange(unit, most + 1, unit)
     single = np.array([0.0] + [cost.seconds(int(size)) for size in sizes])
     points = []

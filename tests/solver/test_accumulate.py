@@ -17,7 +17,7 @@ from pyps.formats import Cluster, Fit, Job, Point, Profile, WorkerGroup
 from pyps.profiler.select import select_fit
 from pyps.solver.accumulate import accumulated, best_size
 from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Cost, Floats, Line, Table
+from pyps.solver.costs import Cost, Costs, Floats, Ints, Line, Table
 from pyps.solver.milp.checks import agreement, enumerated
 from pyps.solver.plan import make_plan
 from pyps.solver.problem import planning_problem
@@ -143,6 +143,25 @@ def check_plan(cluster: Cluster, profiles: list[Profile]) -> None:
             assert one.fit is not None
             took = in_parts(cost_of(one.fit), worker.batch, worker.micro_batch)
             assert took == pytest.approx(worker.predicted_seconds, rel=CLOSE)
+
+
+def test_micro_batches_of_a_device_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only sizes up to the batches are tried: all 2**31 would need 16 GiB."""
+    asked: list[int] = []
+
+    def at_once(self: Costs, batch: Ints) -> Floats:
+        asked.append(len(batch))
+        return compute(self, batch)
+
+    compute = Costs.compute
+    monkeypatch.setattr(Costs, "compute", at_once)
+    cluster, profiles = cluster_of([2], 100, [4]), [profile(0.001, 0.01)]
+    plan = make_plan(cluster, profiles)
+    assert [(worker.batch, worker.accumulation) for worker in plan.workers] == [(50, 1)] * 2
+    ranks = planned_ranks(cluster, profiles)
+    problem = planning_problem(cluster, ranks)
+    assert "same optimum" in agreement(enumerated(cluster, ranks, [], problem), [50, 50])
+    assert max(asked) < 1000
 
 
 def test_the_check_enumerates_sizes_from_the_files() -> None:
