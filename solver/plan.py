@@ -75,6 +75,7 @@ from pyps.solver.units import by_rank
 
 AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
 MAX_REPEATS = 1000  # micro-batches that may be proposed
+MOST_SUM = 1 << 22  # of a global batch that may be proposed, in common multiples: a second
 MOST_RATES = 1 << 25  # of a split for throughput: a quarter of a gigabyte, and seconds
 
 
@@ -189,7 +190,8 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
 
 
 def all_used_from(constrained: ConstrainedProblem) -> int | None:
-    """The smallest global batch with which the solver leaves no worker out; None where it is not so simple.
+    """The smallest global batch with which the solver leaves no worker out; None where it is not so simple, or
+    where it is far away.
 
     It is one sample more than the others finish before the slowest worker has finished its smallest batch.
     """
@@ -199,7 +201,8 @@ def all_used_from(constrained: ConstrainedProblem) -> int | None:
         bounds = rounded(constrained.problem)
         latest = float(times(bounds.costs, bounds.min_batch).max())
         least = int(most_by(bounds, math.nextafter(latest, 0.0)).sum()) + 1
-        if not constrained.problem.global_batch < least <= MAX_BATCH:
+        most = min(MAX_BATCH, MOST_SUM * math.gcd(*bounds.batch_multiple.tolist()))
+        if not constrained.problem.global_batch < least <= most:
             return None
         found = solve_constrained(replace(constrained, problem=replace(bounds, global_batch=least)))
     except Infeasible:

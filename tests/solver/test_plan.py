@@ -164,6 +164,13 @@ def test_warnings_say_what_not_to_trust() -> None:
     assert made.r2sp.order == [0, 1]
 
 
+def test_a_global_batch_far_away_is_not_searched_for() -> None:
+    """With unlike multiples, sums of billions of samples take minutes."""
+    slow = {"batch_multiple": 2}, profile(0.001, c=3e4)
+    made = plan(90, ({"batch_multiple": 3}, profile(0.001)), ({"batch_multiple": 5}, profile(0.002)), slow)
+    assert made.warnings == ["w2: left out, the others finish sooner without it"]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_global_batch_from_which_all_are_used(seed: int) -> None:
     """It is said where a worker is left out; plans of one sample less and of more agree."""
