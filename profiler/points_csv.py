@@ -25,6 +25,7 @@ from pyps.profiler.select import select_fit
 COLUMNS = ("batch", "seconds")
 MORE_COLUMNS = ("peak_bytes", "link_bytes", "link_seconds")
 MAX_BYTES = 2**63 - 1  # of memory, or of a message
+IMPORTED = "imported"  # the kind of a device that pyps-profile has not timed itself
 LONGEST_SHOWN = 80  # characters of a line
 
 
@@ -75,7 +76,7 @@ def import_points(
         raise InputError(where, "batch", str(max(by_batch)), f"at most the max_batch given, {max_batch}")
     points = [_point(batch, same) for batch, same in sorted(by_batch.items())]
     return Profile(
-        device=Device(name=name or Path(path).stem or "imported", kind="imported"),
+        device=Device(name=name or Path(path).stem or "imported", kind=IMPORTED),
         model=ModelInfo(
             name=model, parameters=parameters, optimizer=optimizer, tokens_per_sample=tokens_per_sample
         ),

@@ -190,8 +190,8 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
 
 
 def all_used_from(constrained: ConstrainedProblem) -> int | None:
-    """The smallest global batch with which the solver leaves no worker out; None where it is not so simple, or
-    where it is far away.
+    """The smallest global batch with which the solver leaves no worker out; None where it is not so simple,
+    or far away.
 
     It is one sample more than the others finish before the slowest worker has finished its smallest batch.
     """

@@ -1,5 +1,5 @@
-"""Where a command may write, checked before its work: to no file that it reads, where files can be made, and
-pictures only in known formats.
+"""Where a command may write, checked before its work: to no file that it reads, to each once, where files can
+be made, and pictures only in known formats.
 """
 
 from __future__ import annotations
@@ -27,6 +27,21 @@ def not_an_input(option: str, output: Path | None, inputs: Iterable[Path | None]
             same = output == path
         if same:
             raise InputError(option, "", f"{output}, which is an input", "another file")
+
+
+def not_twice(outputs: Iterable[tuple[str, Path | None]]) -> None:
+    """Raises InputError if two outputs are one file, of which only the later one would be left.
+
+    outputs: each with its option; None: not given.
+    """
+    taken: dict[Path, str] = {}
+    for option, path in outputs:
+        if path is None:
+            continue
+        file = Path(os.path.realpath(path.parent)) / path.name
+        if file in taken:
+            raise InputError(option, "", f"{path}, the file of {taken[file]}", "another file")
+        taken[file] = option
 
 
 def inputs_of(path: Path, cluster: Cluster) -> list[Path]:

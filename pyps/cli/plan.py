@@ -22,6 +22,7 @@ from pyps.cli.outputs import (
     check_writable,
     inputs_of,
     not_an_input,
+    not_twice,
 )
 from pyps.cli.plan_mode import names_file, pace_of, with_mode
 from pyps.cli.terminal import say
@@ -173,6 +174,8 @@ def plan_command(
     for option, path in (("--timeline", timeline), ("--ring", ring)):
         check_picture(option, path, PLAN_PICTURES)
     check_folder("--curves", curves)
+    drawings = [("--curves", _curve(curves, group.name)) for group in read.worker if curves is not None]
+    not_twice([("--output", output), ("--timeline", timeline), ("--ring", ring), *drawings])
     read = with_mode(cluster, read, given)
     profiles = fitted_profiles(read)
     with names_file(cluster):
@@ -448,9 +451,14 @@ def _draw_curves(ranks: list[PlannedRank], plan: Plan, folder: Path) -> list[Pat
         batches.setdefault(rank.group.name, set()).update(batch for batch in mine if batch)
     drawn = []
     for group, profile in {r.group.name: (r.one or (r.group, r.profile)) for r in ranks}.values():
-        drawn.append(folder / f"{Path(group.name).name}.png")
+        drawn.append(_curve(folder, group.name))
         plot_profile(profile, drawn[-1], sorted(batches[group.name]))
     return drawn
+
+
+def _curve(folder: Path, group: str) -> Path:
+    """The picture of a group's profile."""
+    return folder / f"{Path(group).name}.png"
 
 
 def _print(planned: _Planned, explain: bool, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from typer.core import TyperCommand, TyperGroup
 
 from pyps.cli import profile_files
-from pyps.cli.outputs import check_picture, check_writable, not_an_input
+from pyps.cli.outputs import check_picture, check_writable, not_an_input, not_twice
 from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
 from pyps.cli.profile_views import note, show_profile
 from pyps.cli.terminal import terminal
@@ -272,8 +272,7 @@ def _output_files(
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", f"matplotlib: {how_to_install('plot')}")
-    if plot is not None and plot == output:
-        raise InputError("--plot", "", f"{plot}, the profile's own name", "another file")
+    not_twice([("--output", output), ("--plot", plot)])
     check_picture("--plot", plot)
     if plot is None and output is not None and not no_plot and matplotlib_present():
         plot = output.with_suffix(".png")

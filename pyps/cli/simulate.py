@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pyps.cli.options import with_options
-from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input
+from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input, not_twice
 from pyps.cli.plan_mode import names_file
 from pyps.cli.terminal import say, terminal
 from pyps.errors import InputError
@@ -37,6 +37,7 @@ from pyps.simulate import (
 from pyps.simulate.plot import draw, gantt, histogram, trace
 from pyps.simulate.problem import NAME as QUADRATIC
 from pyps.simulate.problem import quadratic_of
+from pyps.solver.report.warnings import few_of
 from pyps.store.policies import DEFAULT_POLICY, Policy, policy_named
 
 LOGISTIC = "logistic"
@@ -142,6 +143,7 @@ def simulate_command(
         not_an_input(option, path, [*inputs_of(cluster, read_cluster(cluster)), plan])
     check_writable("--trace", trace_to)
     check_picture("--plot", plot)
+    not_twice([("--trace", trace_to), ("--plot", plot)])
     scenario = _scenario(cluster, wanted, plan)
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
     timeout = wanted.round_timeout or scenario.round_timeout
@@ -180,11 +182,13 @@ def simulate_command(
 
 
 def _scenario(cluster: Path, wanted: SimulateOptions, plan: Path | None) -> Scenario:
-    """Of the cluster file, or of its plan; a warning says where they differ."""
+    """Of the cluster file, or of its plan; warnings say where they differ, and what does not fit."""
     with names_file(cluster):
         scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
     if scenario.differences:
         say(f"warning: {plan} is not the plan of {cluster}: {'; '.join(scenario.differences)}", stderr=True)
+    if scenario.too_large:
+        say(f"warning: --even: more samples than fit: {few_of(scenario.too_large)}", stderr=True)
     if wanted.micro_batch is None:
         return scenario
     workers = tuple(replace(worker, micro_batch=wanted.micro_batch) for worker in scenario.workers)

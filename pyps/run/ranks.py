@@ -170,11 +170,17 @@ def with_split(plan: Plan, split: Sequence[int]) -> Plan:
 
 
 def _with_batch(plan: Plan, worker: PlanWorker, batch: int, fit: Fit | None, seconds: float) -> PlanWorker:
-    """A worker of a plan with another batch; `seconds` it takes where no fit says so."""
+    """A worker of a plan with another batch, and the transfers that it has; `seconds` it takes where no fit
+    says so.
+    """
     micro = min(batch, worker.micro_batch if worker.accumulation > 1 else worker.max_batch or batch)
     full, rest = divmod(batch, max(micro, 1))
     if fit is not None:
         seconds = full * predict_seconds(fit, micro) + (predict_seconds(fit, rest) if rest else 0.0)
+        if plan.run is None or plan.mode_of(worker).depth == 1:
+            seconds += worker.link_seconds
+        elif worker.batch and worker.predicted_seconds > planned_compute_seconds(worker):  # transfers bind
+            seconds = max(seconds, worker.predicted_seconds)
     return msgspec.structs.replace(
         worker,
         batch=batch,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import (
+    MAX_BATCH,
     Cluster,
     Fit,
     Jitter,
@@ -91,8 +92,8 @@ class Scenario:
     steps of a worker under way. `schedule`: the planned turns, for policies that take turns; None: in the
     order of ranks. `local`: each micro-batch of a worker is a local step. `merges`: the times that a worker
     pulls between two pushes, and goes on from there; not where workers wait for rounds, take turns, or have a
-    pipeline. `differences`: in what a given plan is not the cluster file's. `noticed`: seconds until the
-    others notice a death.
+    pipeline. `differences`: in what a given plan is not the cluster file's. `too_large`: the workers whose
+    even batches do not fit. `noticed`: seconds until the others notice a death.
     """
 
     workers: tuple[SimWorker, ...]
@@ -108,6 +109,7 @@ class Scenario:
     round_timeout: float | None = None
     pipelined: bool = False
     differences: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
     noticed: float = NOTICED_SECONDS
 
     def __post_init__(self) -> None:
@@ -182,6 +184,7 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         round_timeout=(plan.run or cluster.run).round_timeout,
         pipelined=plan.run is not None and plan.run.pipeline,
         differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
+        too_large=tuple(_too_large(plan, batches)) if even else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )
 
@@ -201,6 +204,14 @@ def _even_batches(plan: Plan) -> list[int]:
     except Infeasible as error:
         raise Infeasible(f"an even split in batch multiples: {error.reason}", error.nearest) from None
     return found
+
+
+def _too_large(plan: Plan, batches: Sequence[int]) -> Iterator[str]:
+    """The workers of a plan that take fewer samples than these."""
+    for worker, batch in zip(plan.workers, batches, strict=True):
+        most = (worker.max_batch or MAX_BATCH) * worker.max_accumulation
+        if batch > most:
+            yield f"{worker.name} has {batch}, of at most {most}"
 
 
 def networks_of(scenario: Scenario) -> tuple[list[int], tuple[Network, Network]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.profiler.multiples import shown_multiple
+from pyps.profiler.points_csv import IMPORTED
 from pyps.solver.exact.minmax import Problem, rounded
 from pyps.solver.ranks import PlannedRank, cost_of
 
@@ -96,34 +97,45 @@ def warnings_of(
 
 
 def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str]:
-    """Warnings of profiles that did not time the same steps."""
-    models = {(rank.group.profile, id(m)): m for rank in ranks for m in [rank.one_profile.model]}
-    names = sorted({model.name for model in models.values()})
+    """Warnings of profiles that did not time the same steps. An imported one does not say how it takes them,
+    and groups that share devices may be choices of that.
+    """
+    groups = {rank.group.name: rank for rank in ranks}.values()
+    names = sorted({rank.one_profile.model.name for rank in groups})
     if len(names) > 1:
         yield f"the profiles are of different models: {few_of(names)}"
-    fields = ["autocast", "compiled"] + ["parameters", "optimizer"] * (len(names) == 1)
+    how = ["autocast", "compiled"]
+    fields = how + ["parameters", "optimizer"] * (len(names) == 1)
     fields += ["tokens_per_sample"] * (cluster.job.unit == "samples")
+    choices = {shared.name for shared in cluster.shared if shared.devices is not None}
     for field in fields:
         found: dict[str, str] = {}  # a file with each value
-        for (path, _), model in models.items():
-            value = getattr(model, field)
+        for rank in groups:
+            if field in how and (_is_imported(rank) or choices.intersection(rank.group.shares)):
+                continue
+            value = getattr(rank.one_profile.model, field)
             if value is not None or field == "autocast":  # null is fp32 there; elsewhere: not known
-                found.setdefault("null" if value is None else str(value).lower(), path)
+                found.setdefault("null" if value is None else str(value).lower(), rank.group.profile)
         if len(found) > 1:
             values = few_of([f"{value} in {path}" for value, path in found.items()])
             yield f"the profiles are of unlike steps, by model.{field}: {values}"
 
 
 def unlike_times(ranks: Sequence[PlannedRank]) -> Iterator[str]:
-    """A warning of a profile whose times are perhaps in other units."""
-    fastest = {
-        rank.group.profile: (min(_median(p) / p.batch for p in rank.one_profile.points), rank.group.name)
-        for rank in ranks
-    }
-    quick, slow = min(fastest.values()), max(fastest.values())
-    if slow[0] > UNLIKELY_RATIO * quick[0]:
-        times = f"{slow[0] / quick[0]:,.0f} times as long as on {quick[1]}"
-        yield f"{slow[1]}: a sample takes {times}, by the profiles: their times are in seconds"
+    """A warning of an imported profile whose times are perhaps in other units."""
+    groups = {rank.group.name: rank for rank in ranks}
+    fastest = [
+        (min(_median(p) / p.batch for p in rank.one_profile.points), name) for name, rank in groups.items()
+    ]
+    (quick, fast), (longest, slow) = min(fastest), max(fastest)
+    if longest > UNLIKELY_RATIO * quick and (_is_imported(groups[fast]) or _is_imported(groups[slow])):
+        times = f"{longest / quick:,.0f} times as long as on {fast}"
+        yield f"{slow}: a sample takes {times}, by the profiles: are both in seconds?"
+
+
+def _is_imported(rank: PlannedRank) -> bool:
+    """Whether its times were not measured by pyps-profile."""
+    return rank.profile.device.kind == IMPORTED
 
 
 def short_step(ranks: Sequence[PlannedRank], steps: Sequence[float]) -> Iterator[str]:
@@ -131,7 +143,7 @@ def short_step(ranks: Sequence[PlannedRank], steps: Sequence[float]) -> Iterator
     out.
     """
     on_cores = [s for rank, s in zip(ranks, steps, strict=True) if s and rank.profile.device.kind == "cpu"]
-    if len(on_cores) > 1 and max(on_cores) < SHORT_STEP:
+    if len(on_cores) > 1 and max(steps) < SHORT_STEP:  # a longer one elsewhere leaves them the time
         yield (
             f"steps of {1e3 * max(on_cores):.4g} ms are short: where the processes share CPU cores, they may "
             f"take {SHORT_STEP_FACTOR:g} times as long; with a larger global batch less"
@@ -167,9 +179,9 @@ def doubtful_links(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[str]:
         remarks += _of_units(name, "", group.bandwidth, group.latency)
         remarks += _of_units(name, "inside_", group.inside_bandwidth, group.inside_latency)
     for shared in cluster.shared:
-        remarks += _of_units(f"shared {shared.name}", "", shared.bandwidth, shared.latency)
+        remarks += _of_units(f"[[shared]] {shared.name}", "", shared.bandwidth, shared.latency)
     if (sync := cluster.sync) is not None:
-        remarks += _of_units("sync", "", sync.bandwidth, sync.latency)
+        remarks += _of_units("[sync]", "", sync.bandwidth, sync.latency)
     return in_lines(remarks)
 
 

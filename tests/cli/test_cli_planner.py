@@ -257,6 +257,21 @@ def test_a_check_allows_for_the_steps_of_a_front(shell: Shell, monkeypatch: pyte
     assert "searched to within 1%" in done.out
 
 
+def test_two_outputs_are_two_files(shell: Shell) -> None:
+    Path("curves").mkdir()
+    for given, option in (
+        (("-o", "a.png", "--timeline", "./a.png"), "--timeline"),
+        (("--timeline", "a.png", "--ring", "curves/../a.png"), "--ring"),
+        (("--curves", "curves", "--ring", "curves/fast.png"), "--curves"),
+    ):
+        done = shell("cluster.toml", *given)
+        assert (done.code, done.out, list(Path().glob("**/*.png"))) == (2, "", []), (
+            "before anything is written"
+        )
+        assert f"{option}: found " in done.err
+    assert shell("cluster.toml", "-o", "a.json", "--timeline", "a.png", "--curves", "curves").code == 0
+
+
 def test_what_to_measure_next(shell: Shell) -> None:
     done = shell("measure-next", "cluster.toml")
     assert done.code == 0

@@ -211,7 +211,7 @@ def test_help_names_both_ways(shell: Shell) -> None:
         (["mlp", "-o", "absent/p.json"], "--output: found no folder absent"),
         (["mlp", "-o", "."], "--output: found ., a folder"),
         (["mlp", "--plot", "p.png", "--no-plot"], "--plot: found --no-plot as well"),
-        (["mlp", "-o", "p", "--plot", "p"], "--plot: found p, the profile's own name"),
+        (["mlp", "-o", "p", "--plot", "p"], "--plot: found p, the file of --output"),
         (["mlp", "--bogus"], "--bogus"),
         (["mlp", "--repeats", "x"], "--repeats"),
         (["import"], "CSV"),

@@ -132,6 +132,25 @@ def test_an_even_split_keeps_to_the_batch_multiples(cluster: Path) -> None:
         scenario_of(cluster, even=True)
 
 
+def test_even_batches_that_do_not_fit_are_said(cluster: Path) -> None:
+    """They are simulated all the same: it shows what the plan wins."""
+    limited = cluster.with_name("slow.json")
+    known = read_profile(limited)
+    for most, said in ((31, "slow has 32, of at most 31"), (32, "")):
+        write_json(limited, msgspec.structs.replace(known, max_batch=most))
+        assert "; ".join(scenario_of(cluster, even=True).too_large) == said
+        assert scenario_of(cluster).too_large == ()
+        done = CliRunner().invoke(app, [str(cluster), "--even", "--policies", "bsp", "--iterations", "2"])
+        assert done.exit_code == 0
+        assert ("warning: --even: more samples than fit: slow has 32" in done.stderr) == bool(said)
+
+
+def test_two_outputs_are_two_files(cluster: Path) -> None:
+    given = [str(cluster), "--trace", "a.png", "--plot", "./a.png"]
+    with pytest.raises(InputError, match=r"--plot: found a\.png, the file of --trace"):
+        CliRunner().invoke(app, given, catch_exceptions=False)
+
+
 def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -> None:
     cluster.write_text(CLUSTER + '[run]\npolicy = "asp"\npipeline = true\n')
     fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from run_scripts import (
     BATCHES,
     LENGTH,
@@ -26,8 +27,9 @@ from safetensors.numpy import load, load_file
 
 from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError
-from pyps.formats import Fit, write_json
+from pyps.formats import Fit, WorkerMode, write_json
 from pyps.formats.events import read_events
+from pyps.formats.mode import RunMode
 from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec, Encoding
 from pyps.run import RunOptions, run
@@ -211,6 +213,21 @@ def test_even_batches_predict_with_the_fits() -> None:
     assert even.workers[0].predicted_seconds == pytest.approx(0.1 + 0.01 * B / 2)
     assert even.workers[1].predicted_seconds == 0.0
     assert even.iteration_seconds == 0.2
+
+
+def test_even_batches_have_the_transfers_of_the_plan() -> None:
+    fit = Fit(kind="affine", per_sample_seconds=0.01, trusted_min_batch=1, trusted_max_batch=99)
+    plan = make_plan()
+    before = [
+        replace(w, fit=fit, link_seconds=0.5, predicted_seconds=0.5 + 0.01 * w.batch) for w in plan.workers
+    ]
+    even = even_plan(replace(plan, workers=before), "plan.json", [fit, fit])
+    for worker in even.workers:
+        assert worker.predicted_seconds == pytest.approx(0.5 + 0.01 * worker.batch)
+    deep = [replace(w, mode=WorkerMode(depth=3), predicted_seconds=0.5) for w in before]
+    run = RunMode(policy="hps", pipeline=True)
+    even = even_plan(replace(plan, run=run, workers=deep), "plan.json", [fit, fit])
+    assert [worker.predicted_seconds for worker in even.workers] == [0.5, 0.5]
 
 
 def test_workers_without_a_batch_do_not_run() -> None:

@@ -87,6 +87,18 @@ def test_profiles_of_unlike_steps_are_said(field: str, values: tuple[Any, Any]) 
     assert of_models(first, first) == of_models(second, second) == []
 
 
+def test_choices_and_imported_times_are_not_unlike() -> None:
+    """`devices`: as for groups that are compiled or not, as docs/how-to/plan.md has them."""
+    taken = [{"compiled": True}, {"autocast": "bf16"}, {}]
+    models = [ModelInfo(name="m", **each) for each in taken]
+    assert of_models(*models, kind="imported") == []
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json", shares=["box"]) for k in range(3)]
+    one = msgspec.structs.replace(profile(0.01, 0.001, 100), device=Device(name="d", kind="cuda"))
+    profiles = [msgspec.structs.replace(one, model=model) for model in models]
+    cluster = Cluster(job=Job(global_batch=64), worker=workers, shared=[Shared(name="box", devices=2)])
+    assert not [line for line in make_plan(cluster, profiles).warnings if "unlike" in line]
+
+
 def test_what_a_profile_does_not_state_is_not_unlike() -> None:
     known = ModelInfo(name="m", parameters=1000, optimizer="SGD", tokens_per_sample=512)
     assert of_models(known, ModelInfo(name="m")) == []
@@ -106,24 +118,36 @@ def test_short_steps_on_shared_cores_are_said(kind: str, per_sample: float, said
     assert of_models(model, kind=kind, per_sample=per_sample) == []
 
 
+def test_short_steps_that_wait_for_a_long_one_are_not_said() -> None:
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json", count=2 - k) for k in range(2)]
+    short, long = profile(1e-5, 1e-5, 8), profile(1e-3, 0.1, 100)
+    long = msgspec.structs.replace(long, device=Device(name="d", kind="cuda"))
+    cluster = Cluster(job=Job(global_batch=64), worker=workers)
+    assert not [line for line in make_plan(cluster, [short, long]).warnings if "are short" in line]
+
+
 def test_units_that_are_unlikely_are_named() -> None:
     """A link in Gbit/s or milliseconds, or a profile in milliseconds, only leaves workers out."""
     workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json", shares=["lan"]) for k in range(2)]
     lan = Shared(name="lan", bandwidth=10, latency=2.0)
     cluster = Cluster(job=Job(global_batch=64), worker=workers, shared=[lan])
     fast, slow = (
-        msgspec.structs.replace(profile(a, a, 100), points=[Point(batch=8, seconds=8 * a)])
-        for a in (0.01, 9.0)
+        msgspec.structs.replace(
+            profile(a, a, 100), points=[Point(batch=8, seconds=8 * a)], device=Device(name="d", kind=kind)
+        )
+        for a, kind in ((0.01, "cuda"), (9.0, "imported"))
     )
     unit = "bandwidth is in bytes a second (1 Gbit/s is 1.25e8)"
     warnings = make_plan(cluster, [fast, slow]).warnings
-    assert f"shared lan: bandwidth 10: {unit}" in warnings
-    assert "shared lan: latency 2: latency is in seconds" in warnings
-    line = "w1: a sample takes 900 times as long as on w0, by the profiles: their times are in seconds"
+    assert f"[[shared]] lan: bandwidth 10: {unit}" in warnings
+    assert "[[shared]] lan: latency 2: latency is in seconds" in warnings
+    line = "w1: a sample takes 900 times as long as on w0, by the profiles: are both in seconds?"
     assert line in warnings
+    measured = msgspec.structs.replace(slow, device=Device(name="d"))
+    assert not [line for line in make_plan(cluster, [fast, measured]).warnings if "times as long as" in line]
     sync = SyncCost(kind="ring", bandwidth=10, latency=2.0)
     cluster = Cluster(job=Job(global_batch=64), worker=workers[:1], sync=sync, shared=[lan])
-    assert f"sync: bandwidth 10: {unit}" in make_plan(cluster, [fast]).warnings
+    assert f"[sync]: bandwidth 10: {unit}" in make_plan(cluster, [fast]).warnings
 
 
 @pytest.mark.parametrize(
