@@ -60,6 +60,7 @@ class Away:
         self._staging_buffers: dict[int, Flat] = {}
         self._staging_taken: set[int] = set()
         self._in_round: int | None = None  # that of a push that timed out in its round
+        self._counts = NO_COUNTS  # of the last push
         self._interrupted = False  # or of one whose reply is not waited for: its server goes on with it
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._keep_residual: Callable[[int, Flat], None] | None = None
@@ -208,10 +209,12 @@ class Away:
 
     def _ended(self, request: PushRequest, admitted: bool) -> None:
         """Its reply has come, and it is neither to be waited for nor to be pushed again."""
-        self._settle_residual(request, admitted)
-        self._staging_taken.discard(request.staging)
-        if self._in_round == request.staging:
+        if self._in_round == request.staging:  # encoded by the call that timed out, if at all
+            self._residual.commit(admitted)
             self._in_round = None
+        else:
+            self._settle_residual(request, admitted)
+        self._staging_taken.discard(request.staging)
 
     def _not_ended(self, request: PushRequest, error: BaseException, began: float) -> None:
         """A push, or a transfer with it, has raised this. began: by the monotonic clock.
@@ -266,8 +269,6 @@ class Away:
         Raises NotFinite.
         """
         how = request.encoding
-        if how.error_feedback and self._in_round == request.staging:
-            self._residual.commit(admitted=False)  # the same gradient again, with the same residual
         old, new = self._residual.begin() if how.error_feedback else (None, None)
         codes, nonfinite, skipped = [], 0, 0
         try:

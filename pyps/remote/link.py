@@ -168,6 +168,9 @@ class LinkBackend(Away):
         """
         self._check_staged(request.staging)
         header = self._header(request)
+        if request.staging == self._in_round:  # it has left: only its round is waited for
+            return header, (), self._counts
+        self._counts = NO_COUNTS
         if request.ranges is not None:
             return header, self._of_ranges(request, request.ranges), NO_COUNTS
         whole, trained = self._values(request), self.layout.trained_elements
@@ -179,7 +182,7 @@ class LinkBackend(Away):
             numbers = (request.gradient, whole[trained:])
         elif request.samples and codec is not Codec.F32:
             (codes,), counts = self._encode(self._without_gaps(request), request, [(0, trained)])
-            numbers = (codes, whole[trained:])
+            numbers, self._counts = (codes, whole[trained:]), counts
         elif request.samples:
             check_finite(request, self._without_gaps(request))
         return header, numbers if request.samples else (), counts

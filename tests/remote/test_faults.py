@@ -389,7 +389,7 @@ def pair(linked: bool) -> Iterator[tuple[Store, Store]]:
         yield store, other
 
 
-@pytest.mark.parametrize("then", ["start", "rejoin", "leave", "transfer", "refused"])
+@pytest.mark.parametrize("then", ["start", "rejoin", "leave", "transfer", "refused", "again"])
 def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: Path, then: str) -> None:
     """It is part of that push, which counts whatever its worker does then: on a link as on this machine."""
     found = []
@@ -405,13 +405,22 @@ def test_what_codes_did_not_carry_counts_once_where_a_push_waited_too_long(shm: 
                 if k == 1 and then == "refused":
                     with pytest.raises(InvalidArgument, match="timeout"):
                         other.push(waits, 4, HYPER, timeout=-1.0, encoding=how)
+                elif k == 1 and then == "again":  # the first call's encoding counts
+                    with pytest.raises(TimedOut):
+                        other.push(waits, 4, HYPER, timeout=0.05, encoding=how)
+                    sent = other.traffic.sent
+                    with pytest.raises(TimedOut):
+                        other.push(waits, 4, HYPER, timeout=0.05)
+                    assert other.traffic.sent - sent < SIZE, "the gradient is there"
                 elif k == 1:
                     time_out(other, push_request(waits, 4, HYPER, timeout=0.05, groups=1, encoding=how), then)
                     store.push(zeros, 4, HYPER)
                     continue
                 thread = threading.Thread(target=store.push, args=(zeros, 4, HYPER))
                 thread.start()
-                other.push(waits, 4, HYPER, encoding=how)
+                other.push(
+                    waits, 4, HYPER, encoding=Encoding(Codec.F32) if k == 1 and then == "again" else how
+                )
                 thread.join()
             found.append(other.snapshot().tensors["w"])
             buffers = [other.stage().index for _ in range(other.layout.staging_buffers)]
