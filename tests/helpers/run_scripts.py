@@ -62,9 +62,9 @@ def pyps_run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PYPS, "run", *map(str, arguments)], capture_output=True, text=True)
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for a condition, with a deadline."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
