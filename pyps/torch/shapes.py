@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -35,8 +35,15 @@ class Shapes:
         self._outputs = tuple(tuple(one.shape) for one in outputs if one.dim())
         whole = isinstance(labels, torch.Tensor) and labels.dim() > 0 and not labels.is_floating_point()
         self._labels = labels if whole else None
-        self._divisors = [found for loss in outputs if not loss.dim() for found in _divisors_of(loss)]
+        self._divisors: list[tuple[Any, int | None]] = []  # of what a backward pass came through: no metric's
         self._of_targets: int | None = None
+        for loss in outputs:
+            if not loss.dim() and (found := _divisors_of(loss)):
+                assert loss.grad_fn is not None
+                loss.grad_fn.register_prehook(partial(self._met, found))
+
+    def _met(self, found: list[tuple[Any, int | None]], _: Any) -> None:
+        self._divisors += found
 
     def fingerprint(self, knows_rows: bool, tables: set[tuple[int, Shape]], means: bool = True) -> int | None:
         """From 0 to 2^24 - 1, the same on ranks that differ in samples alone; None if there are none here.

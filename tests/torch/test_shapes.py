@@ -53,7 +53,9 @@ def test_a_cross_entropy_counts_by_what_it_is_divided_by() -> None:
         x = torch.zeros(len(labels), 4, requires_grad=True)
         loss = cross_entropy(x, torch.tensor(labels), **options)
         loss = 2 * loss if divisor is None else loss / divisor
-        return Shapes([x], [loss], None).fingerprint(True, set())
+        shapes = Shapes([x], [loss], None)
+        loss.backward()
+        return shapes.fingerprint(True, set())
 
     whole, half = of([1, 2, 3, 1]), of([1, 2, 0, 0], ignore_index=0)
     assert whole == of([1, 2]) == of([1, 2], ignore_index=-1, label_smoothing=0.1)
@@ -67,7 +69,10 @@ def test_a_masked_mean_counts_by_its_mask() -> None:
     def of(mask: Any, form: Any) -> int | None:
         kept = torch.as_tensor(mask)
         x = torch.ones(len(kept), requires_grad=True)
-        return Shapes([x], [form(x, kept)], None).fingerprint(True, set())
+        loss, metric = form(x, kept), x.sum() / kept.exp().sum()
+        shapes = Shapes([x], [loss, metric], None)
+        loss.backward()
+        return shapes.fingerprint(True, set())
 
     third = [1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0]
     for form in (
