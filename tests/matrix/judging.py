@@ -89,7 +89,7 @@ def _in_their_rounds(cell: Cell, outcome: Outcome) -> tuple[Vector, Vector]:
     run's end a round may be a rest, which is no whole step, so that each of its samples counts 1.
     """
     weights, at_end = np.ones(SAMPLES), np.ones(SAMPLES)
-    if cell.fault != "none" or not policy_of(cell).needs.waits_for_rounds:
+    if not policy_of(cell).needs.waits_for_rounds:
         return weights, at_end
     taken = [record for record in outcome.records if record.pushes and not record.rejected]
     last_opened = max(record.round for record in taken)

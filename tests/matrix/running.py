@@ -95,15 +95,20 @@ def run_cell(cell: Cell, policy: Policy, folder: Path, seed: int, zygote: Zygote
 def _run(
     cell: Cell, policy: Policy, folder: Path, seed: int, outcome: Outcome, zygote: Zygote | None
 ) -> None:
+    kept: list[StepRecord] = []
+    before = 0  # records of what ran before the run was resumed
     if cell.fault == "resume":
         with serving(cell.backend) as address:
             part = Part(cell, policy, address, folder, outcome, zygote, journal="journal-1")
             part.run(part.in_threads_until(RESUME_SAMPLES))
+        (saved,) = (int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+        records = read_run(folder)
+        kept, before = [record for record in records if record.version <= saved], len(records)
     with serving(cell.backend) as address:
         resumes = cell.fault == "resume"
         part = Part(cell, policy, address, folder, outcome, zygote, journal="journal-2", resumes=resumes)
         part.run(partial(part.conducted, seed) if is_ordered(cell) else part.free)
-    outcome.records = read_run(folder)
+    outcome.records = kept + read_run(folder)[before:]  # not what was undone
 
 
 @contextmanager

@@ -4,9 +4,13 @@ bits, and every sample counts once. tests/matrix/cells.py says what is combined.
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import running
 from cells import Cell
 from matrix import Judged, judged, sampled, whole
 from mutants import MUTANTS, ROOT, Mutant
@@ -14,6 +18,7 @@ from zygote import Zygote
 
 pytestmark = pytest.mark.slow
 PARTS = 24
+LATE_SECONDS = 0.08
 
 
 @pytest.mark.parametrize("cell", sampled(), ids=str)
@@ -38,6 +43,21 @@ def test_all_triples(
         found.append(judged(cell, folder, worker_processes))
     run_cells += found
     assert not "\n".join(f"{one.cell}: {fault}" for one in found for fault in one.faults)
+
+
+@pytest.mark.parametrize("policy", ["backup:k=1", "quorum:k=1"])
+@pytest.mark.parametrize("fault", ["none", "resume"])
+def test_a_late_worker_is_no_fault(
+    policy: str, fault: str, shm: Path, tmp_path: Path, worker_processes: Zygote
+) -> None:
+    """Its round is a mean of fewer samples, each of which counts for more."""
+    steps = itertools.count(1)
+
+    def computing(rank: int) -> None:
+        time.sleep(LATE_SECONDS if next(steps) % 5 == 0 else 0.001 * rank)
+
+    with patch.object(running, "computing", computing):
+        assert not judged(Cell(policy=policy, fault=fault), tmp_path, worker_processes).faults
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.path)
