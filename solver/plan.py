@@ -75,7 +75,7 @@ from pyps.solver.units import by_rank
 
 AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
 MAX_REPEATS = 1000  # micro-batches that may be proposed
-MOST_SUM = 1 << 22  # of a global batch that may be proposed, in common multiples: a second
+MOST_SUM = 1 << 20  # of a global batch that may be proposed, in common multiples: a second
 MOST_RATES = 1 << 25  # of a split for throughput: a quarter of a gigabyte, and seconds
 
 
@@ -201,13 +201,17 @@ def all_used_from(constrained: ConstrainedProblem) -> int | None:
         bounds = rounded(constrained.problem)
         latest = float(times(bounds.costs, bounds.min_batch).max())
         least = int(most_by(bounds, math.nextafter(latest, 0.0)).sum()) + 1
-        most = min(MAX_BATCH, MOST_SUM * math.gcd(*bounds.batch_multiple.tolist()))
-        if not constrained.problem.global_batch < least <= most:
+        if not constrained.problem.global_batch < least <= _farthest(bounds):
             return None
         found = solve_constrained(replace(constrained, problem=replace(bounds, global_batch=least)))
     except Infeasible:
         return None
     return least if found.batches.all() else None
+
+
+def _farthest(problem: Problem) -> int:
+    """The largest global batch that may be proposed: a search for sums of unlike multiples must end."""
+    return min(MAX_BATCH, MOST_SUM * math.gcd(*problem.batch_multiple.tolist()))
 
 
 def plan_of(
@@ -403,6 +407,8 @@ def _turns(
     same = at_index(constrained.problem, np.array(used))
 
     def at(batch: int) -> tuple[list[float], list[LinkCost]] | None:
+        if batch > _farthest(same):
+            return None
         try:
             split = solve(replace(same, global_batch=batch))
         except Infeasible:

@@ -169,6 +169,10 @@ def test_a_global_batch_far_away_is_not_searched_for() -> None:
     slow = {"batch_multiple": 2}, profile(0.001, c=3e4)
     made = plan(90, ({"batch_multiple": 3}, profile(0.001)), ({"batch_multiple": 5}, profile(0.002)), slow)
     assert made.warnings == ["w2: left out, the others finish sooner without it"]
+    linked = [({"batch_multiple": n, "bandwidth": MOVED / 25}, profile(1e-5)) for n in (3, 5)]
+    remedies = plan(90, *linked).r2sp.remedies
+    assert remedies is not None
+    assert remedies.global_batch is None, "turns of 400 s would need 80 million samples"
 
 
 @pytest.mark.parametrize("seed", range(8))
