@@ -77,7 +77,12 @@ class Milp:
 
         self.model.setObjective(objective)
         if solver == "HiGHS":
-            engine = _silent(pulp.HiGHS)(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
+            exact = {
+                "gapRel": 0.0,
+                "gapAbs": 0.0,
+                "mip_allow_restart": False,
+            }  # a restart may lose the optimum
+            engine = _silent(pulp.HiGHS)(msg=False, timeLimit=time_limit, **exact)
         else:
             engine = pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit)
         self.model.solve(engine)
