@@ -31,6 +31,7 @@ OUT_OF_MEMORY = "DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALL
 TRAINING = "training step"  # what failed, in an error
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
+Shapes = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,19 @@ class _TaskStepper:
         self._dtype = {None: None, "bf16": torch.bfloat16, "f16": torch.float16}[options.autocast]
         scales = options.autocast == "f16" and device.type == "cuda"
         self._scaler: Any = torch.amp.GradScaler(device.type, enabled=scales)
+        self._shapes: dict[int, Shapes] = {}  # of batches of two or more samples, where they are known
 
     def prepare(self, batch: int) -> Any:
-        """(inputs, targets) on the device. Raises InputError if make_batch fails, OutOfMemoryError."""
-        return self._guarded(f"make_batch({batch})", lambda: _to(self._task.make_batch(batch), self._device))
+        """(inputs, targets) on the device. Raises InputError if make_batch fails, or makes the same of
+        unlike numbers of samples; OutOfMemoryError.
+        """
+        what = f"make_batch({batch})"
+        data = self._guarded(what, lambda: _to(self._task.make_batch(batch), self._device))
+        if batch > 1 and batch not in self._shapes and (shapes := _shapes_of(data)):
+            if shapes[0][0] != batch and shapes in self._shapes.values():
+                raise InputError(self._where, what, f"{shapes[0][0]} rows", str(batch))
+            self._shapes[batch] = shapes
+        return data
 
     def _train(self, data: Any, mark: Callable[[str], None] = lambda part: None) -> None:
         """One step; calls `mark` with each part's name after it."""
@@ -296,6 +306,17 @@ def _pieces(data: Any, count: int) -> list[Any]:
     leaves, structure = tree_flatten(data)
     chunks = [leaf.chunk(count) for leaf in leaves]
     return [tree_unflatten(list(piece), structure) for piece in zip(*chunks, strict=True)]
+
+
+def _shapes_of(data: Any) -> Shapes | None:
+    """The shapes of a batch's tensors; None where it has something else, or the first one has no rows."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [leaf for leaf in tree_leaves(data) if leaf is not None]
+    if not leaves or not all(isinstance(leaf, torch.Tensor) and not leaf.is_nested for leaf in leaves):
+        return None
+    return [tuple(leaf.shape) for leaf in leaves] if leaves[0].dim() else None
 
 
 def _to(data: Any, device: torch.device) -> Any:

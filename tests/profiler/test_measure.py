@@ -221,6 +221,28 @@ def test_a_task_that_fails_is_named() -> None:
         profile_model(TrainingTask(good.model, no_data, good.loss), batches=[1, 2])
 
 
+@pytest.mark.parametrize("most", [8, 16])  # all batches alike; the larger ones
+def test_a_task_that_makes_the_same_of_unlike_batches_is_refused(most: int) -> None:
+    good = digits_mlp()
+    alike = TrainingTask(good.model, lambda batch: good.make_batch(max(8, min(batch, most))), good.loss)
+    with pytest.raises(InputError, match=r"Sequential: make_batch\(\d+\): found (8|16) rows; expected \d+$"):
+        profile_model(alike, batches=[1, 4, 16, 32], repeats=1)
+
+
+@pytest.mark.parametrize("rows_alike", [False, True])
+def test_batches_whose_first_dimension_is_not_the_samples_are_measured(rows_alike: bool) -> None:
+    """Sequences with the time first, and tokens in rows; a batch that says its own size."""
+
+    def make_batch(batch: int) -> tuple[torch.Tensor, Any]:
+        inputs = torch.zeros(5, 64 if rows_alike else batch)
+        return inputs, (torch.zeros(1), batch if rows_alike else None)
+
+    scale = torch.nn.Linear(1, 1)
+    net = torch.nn.Sequential(torch.nn.Unflatten(1, (-1, 1)), scale)
+    task = TrainingTask(net, make_batch, lambda out, targets: out.mean())
+    assert len(profile_model(task, batches=[2, 4, 8], repeats=1).points) == 3
+
+
 def test_running_out_of_real_cpu_memory_is_recovered() -> None:
     good = digits_mlp()
 
