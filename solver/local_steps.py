@@ -68,11 +68,11 @@ def local_groups(
     return [
         msgspec.structs.replace(
             group,
-            max_batch=size,
-            max_accumulation=min(MAX_PARTS, -(-samples // size)),
+            max_batch=min(size, most),
+            max_accumulation=min(MAX_PARTS, -(-samples // max(1, min(size, most)))),
             batch_multiple=size if whole and _in_whole_steps(group, size, few) else group.batch_multiple,
         )
-        for group, size, few in zip(groups, sizes, least, strict=True)
+        for group, size, most, few in zip(groups, sizes, at_once, least, strict=True)
     ]
 
 

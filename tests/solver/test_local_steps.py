@@ -167,6 +167,14 @@ def test_what_memory_holds_is_a_local_step() -> None:
     assert small.accumulation > large.accumulation
 
 
+def test_a_multiple_that_memory_does_not_hold_is_taken_in_smaller_steps() -> None:
+    group = WorkerGroup(name="w", profile="p", count=2, batch_multiple=3, max_batch=1)
+    cluster = Cluster(job=Job(global_batch=6), worker=[group], run=RunTable(local_steps=2))
+    (one, other) = make_plan(cluster, [profile(0.01, 0.001)]).workers
+    assert (one.batch, other.batch) == (6, 6)
+    assert (one.micro_batch, one.max_batch) == (1, 1)
+
+
 def test_a_global_batch_that_workers_do_not_divide() -> None:
     plan = planned([profile(0.01, 0.001)] * 4, 18, 5)
     assert sum(w.batch for w in plan.workers) == plan.global_batch == 90
