@@ -14,12 +14,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, Link, Memory, ModelInfo, Point, Profile
 from pyps.formats.files import read_text
-from pyps.profiler.fit import link_model, memory_model
+from pyps.profiler.fit import link_model, memory_model, point_seconds
 from pyps.profiler.select import select_fit
 
 COLUMNS = ("batch", "seconds")
@@ -27,6 +29,7 @@ MORE_COLUMNS = ("peak_bytes", "link_bytes", "link_seconds")
 MAX_BYTES = 2**63 - 1  # of memory, or of a message
 IMPORTED = "imported"  # the kind of a device that pyps-profile has not timed itself
 LONGEST_SHOWN = 80  # characters of a line
+LONG_STEP = 100.0  # seconds: more may be meant in milliseconds
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ def import_points(
         fit=select_fit(points),
         link=_link(rows),
     )
+
+
+def long_step(profile: Profile) -> str | None:
+    """A doubt about an imported profile whose longest step is perhaps in milliseconds; None: no doubt."""
+    batch, seconds = max(((p.batch, median(point_seconds(p))) for p in profile.points), key=itemgetter(1))
+    if profile.device.kind != IMPORTED or seconds <= LONG_STEP:
+        return None
+    return f"a step of {batch} takes {seconds:,.4g} s: is that in milliseconds?"
 
 
 def _point(batch: int, rows: Sequence[_Row]) -> Point:

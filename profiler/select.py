@@ -264,7 +264,8 @@ def _band(
     fit: Fit, fitted: _Fitted, misses: Vector, points: Sequence[Point]
 ) -> list[tuple[int, float, float]] | None:
     """The curve at the measured batches and its corners, times and over what 90 % of errors between the
-    measured batches stay below: more where its surroundings were missed by more.
+    measured batches stay below: more where its surroundings were missed by more, and no less than the curve
+    misses the measured batches by.
 
     misses: at batches left out; those inside tell of gaps twice as wide as the ones between the points.
     """
@@ -275,12 +276,19 @@ def _band(
     at = fitted.left_out
     inside = slice(1, -1) if len(misses) > 2 else slice(None)
     at, squares = at[inside], np.log1p(misses[inside]) ** 2
-    near = np.convolve(np.pad(squares, 1, "edge"), (0.25, 0.5, 0.25), "valid")
     most = GAPS * float(student_t.ppf(WITHIN, max(2, len(squares))))
+    curve = np.array([predict_seconds(fit, int(batch)) for batch in fitted.batches])
+    left = np.log(fitted.seconds / curve) ** 2
     found = []
     for batch in sorted({point.batch for point in points}.union(map(int, fitted.corners))):
-        local = float(np.interp(math.log(batch), np.log(at), near))
-        off = math.exp(most * math.sqrt(LOCAL * local + (1 - LOCAL) * float(squares.mean())))
+        off = math.exp(max(most * _error_near(batch, at, squares), _error_near(batch, fitted.batches, left)))
         seconds = predict_seconds(fit, batch)
         found.append((batch, seconds / off, seconds * off))
     return found
+
+
+def _error_near(batch: int, at: Vector, squares: Vector) -> float:
+    """The error to expect at a batch, by squared errors at others: mostly by those of its surroundings."""
+    near = np.convolve(np.pad(squares, 1, "edge"), (0.25, 0.5, 0.25), "valid")
+    local = float(np.interp(math.log(batch), np.log(at), near))
+    return math.sqrt(LOCAL * local + (1 - LOCAL) * float(squares.mean()))

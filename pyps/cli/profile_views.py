@@ -10,7 +10,9 @@ from rich.table import Table
 from pyps.cli.terminal import say, terminal
 from pyps.formats import Fit, Point, Profile
 from pyps.profiler.fit import point_seconds, predict_seconds
+from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.plot import describe_fit
+from pyps.profiler.points_csv import long_step
 from pyps.profiler.select import fit_of
 
 BAR_COLUMNS = 48
@@ -101,8 +103,8 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
         lines.append(
             f"the times of a batch differ by up to {widest:.0%}: measure again when nothing else runs"
         )
-    if (doubt := _doubt(fit, profile)) is not None:
-        lines.append(doubt)
+    doubts = _doubt(fit, profile), _faster(profile), long_step(profile)
+    lines += [doubt for doubt in doubts if doubt is not None]
     if fit.trusted_min_batch > profile.points[0].batch:
         lines.append(f"do not trust below b = {fit.trusted_min_batch}: the curve misses it by more than 10 %")
     lines.append(f"do not trust beyond b = {fit.trusted_max_batch}")
@@ -140,6 +142,19 @@ def _doubt(fit: Fit, profile: Profile) -> str | None:
     if (left_out and not fit.table) or (low_r2 and _misses(fit, profile) > POOR):
         return "the curve does not describe this device: measure again, or more and larger batches"
     return "between these batches the curve is a guess: measure more of them" if left_out else None
+
+
+def _faster(profile: Profile) -> str | None:
+    """That a batch takes clearly less time than a smaller one, as on hardly any device; None: none does."""
+    slack = max(POOR, *map(_spread, profile.points))
+    longest, small = 0.0, 0
+    for point in profile.points:
+        seconds = float(np.median(point_seconds(point)))
+        if seconds < (1 - slack) * longest and shown_multiple(profile) is None:
+            times = f"{1e3 * seconds:.4g} ms against {1e3 * longest:.4g} ms"
+            return f"batch {point.batch} takes less time than batch {small}, {times}: measure both again"
+        longest, small = max((longest, small), (seconds, point.batch))
+    return None
 
 
 def _misses(fit: Fit, profile: Profile) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.profiler.multiples import shown_multiple
-from pyps.profiler.points_csv import IMPORTED
+from pyps.profiler.points_csv import IMPORTED, long_step
 from pyps.solver.exact.minmax import Problem, rounded
 from pyps.solver.ranks import PlannedRank, cost_of
 
@@ -122,8 +122,14 @@ def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str
 
 
 def unlike_times(ranks: Sequence[PlannedRank]) -> Iterator[str]:
-    """A warning of an imported profile whose times are perhaps in other units."""
+    """Warnings of imported profiles whose times are perhaps in other units."""
     groups = {rank.group.name: rank for rank in ranks}
+    doubts = [(name, line) for name, rank in groups.items() if (line := long_step(rank.one_profile))]
+    if doubts:
+        yield from in_lines(
+            [Remark(name, line, "are the long steps in milliseconds?") for name, line in doubts]
+        )
+        return
     fastest = [
         (min(_median(p) / p.batch for p in rank.one_profile.points), name) for name, rank in groups.items()
     ]

@@ -177,14 +177,22 @@ def test_a_poor_profile_is_called_so(shell: Shell) -> None:
     assert done.code == 0, done.err
     assert "the times of a batch differ by up to 175%: measure again when nothing else runs" in done.out
     Path("odd.csv").write_text("batch,seconds\n1,1\n8,5\n64,1\n512,7\n")
-    assert "does not describe this device" in shell("import", "odd.csv", "--no-plot").out
+    odd = shell("import", "odd.csv", "--no-plot").out
+    assert "does not describe this device" in odd
+    assert "batch 64 takes less time than batch 8, 1000 ms against 5000 ms: measure both again" in odd
     Path("bent.csv").write_text("batch,seconds\n1,6.4\n8,11.9\n32,21.9\n64,60\n256,133.9\n")
     bent = shell("import", "bent.csv", "--no-plot").out
     assert "in gaps twice as wide" in bent
     assert "between these batches the curve is a guess" in bent
     assert "R2" not in bent
     Path("flat.csv").write_text("batch,seconds\n1,0.041\n8,0.0425\n32,0.0405\n64,0.0435\n128,0.042\n")
-    assert "does not describe this device" not in shell("import", "flat.csv", "--no-plot").out
+    flat = shell("import", "flat.csv", "--no-plot").out
+    assert "does not describe this device" not in flat
+    assert "takes less time" not in flat
+    assert "milliseconds" not in flat
+    Path("ms.csv").write_text("batch,seconds\n1,50\n8,400\n")
+    long = shell("import", "ms.csv", "--no-plot").out
+    assert "a step of 8 takes 400 s: is that in milliseconds?" in long
 
 
 def test_help_names_both_ways(shell: Shell) -> None:

@@ -188,6 +188,13 @@ def test_the_band_holds_batches_between_the_measured_ones() -> None:
     assert 0.85 < np.mean(inside) < 0.97
 
 
+def test_a_band_is_no_narrower_than_what_the_curve_misses() -> None:
+    """The middle one of three batches is met, as it lies halfway between the others."""
+    fit = select_fit([Point(batch=b, seconds=s) for b, s in ((4, 0.4), (8, 0.2), (16, 0.1))])
+    assert fit.band is not None
+    assert all(low < 0.7 * high for _, low, high in fit.band)
+
+
 def test_a_band_is_the_same_every_time() -> None:
     measured = points({b: 0.01 + 0.002 * b for b in LADDER}, noise=0.05)
     assert select_fit(measured) == select_fit(measured)

@@ -143,6 +143,9 @@ def test_units_that_are_unlikely_are_named() -> None:
     assert "[[shared]] lan: latency 2: latency is in seconds" in warnings
     line = "w1: a sample takes 900 times as long as on w0, by the profiles: are both in seconds?"
     assert line in warnings
+    longer = msgspec.structs.replace(slow, points=[Point(batch=8, seconds=400.0)])
+    line = "w1: a step of 8 takes 400 s: is that in milliseconds?"
+    assert line in make_plan(cluster, [fast, longer]).warnings
     measured = msgspec.structs.replace(slow, device=Device(name="d"))
     assert not [line for line in make_plan(cluster, [fast, measured]).warnings if "times as long as" in line]
     sync = SyncCost(kind="ring", bandwidth=10, latency=2.0)
