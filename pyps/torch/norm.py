@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyps.errors import InputError
+from pyps.worker.norms import normalized_by_batch
 
 PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -102,10 +103,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
 def sees_own_batch_alone(module: nn.Module) -> bool:
     """Whether a layer that trains normalises over its rank's samples, unlike in one process."""
-    return any(
-        layer.training and isinstance(layer, _BatchNorm) and not isinstance(layer, UnevenSyncBatchNorm)
-        for layer in module.modules()
-    )
+    return any(not isinstance(layer, UnevenSyncBatchNorm) for layer in normalized_by_batch(module))
 
 
 @contextmanager

@@ -22,14 +22,12 @@ from pyps.torch.rounds import Rounds, TrainedRounds
 from pyps.torch.shapes import BITS, Shape, Shapes, attached
 from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.weighting import check_weight, note_weights, rows_of, tensors_of
+from pyps.worker.norms import OWN_BATCHES
 
 _hooked: WeakSet[torch.nn.Module] = WeakSet()  # models that have a hook
 _latest: WeakKeyDictionary[torch.nn.Module, ReferenceType[WeightedHook]] = WeakKeyDictionary()  # of modules
 _suspended = False
-OWN_BATCHES = (
-    "the model's BatchNorm takes its statistics from each rank's own batch, small on slow ranks; for those "
-    "of all samples: UnevenSyncBatchNorm.convert(model) before DistributedDataParallel"
-)
+SYNCHRONIZED = "for those of all samples: UnevenSyncBatchNorm.convert(model) before DistributedDataParallel"
 
 
 class OwnGradients(NamedTuple):
@@ -74,7 +72,7 @@ class WeightedHook(ABC):
                 layer.waits = self.waiting.counted
         rank, ranks = group.rank(), group.size()
         if ranks > 1 and rank == 0 and sees_own_batch_alone(model):
-            warnings.warn(OWN_BATCHES, stacklevel=4)
+            warnings.warn(f"{OWN_BATCHES}; {SYNCHRONIZED}", stacklevel=4)
         self.lockstep = Lockstep(rank, ranks, sampler)
         self._sampler, self._count, self._model = sampler, count, model
         self.counts = sampler is not None  # whether each gradient is one more trained round of the sampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,6 +21,7 @@ from pyps.worker.binding import Binding
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
 from pyps.worker.memory import AnnouncedBudget
+from pyps.worker.norms import OWN_BATCHES, normalized_by_batch
 from pyps.worker.onward import Onward, own_vectors
 from pyps.worker.optimizer import OptimizerSteps
 from pyps.worker.position import RunSchedule
@@ -27,6 +29,7 @@ from pyps.worker.settings import Settings
 from pyps.worker.step import Step
 from pyps.worker.transport import StepCallback, Transport, check_depth, extra_buffers
 
+SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
 
@@ -107,6 +110,8 @@ def attached(
     its outcome is known.
     """
     needs, budget = store.policy_needs(), None
+    if store.layout.ranks > 1 and settings.rank == 0 and normalized_by_batch(model):
+        warnings.warn(f"{OWN_BATCHES}; {SINGLE}", stacklevel=3)
     # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
     # before it knows whether this one was admitted, so that its residual counts.
     codec = None if settings.depth > 1 else settings.encoding.codec

@@ -100,6 +100,22 @@ def test_sync_batch_norm_is_refused() -> None:
         find_buffers(model)
 
 
+@pytest.mark.parametrize(
+    ("layer", "trains", "said"),
+    [(nn.BatchNorm1d(2), True, 1), (nn.BatchNorm1d(2), False, 0), (nn.GroupNorm(1, 2), True, 0)],
+)
+def test_batches_of_their_own_are_told_once(layer: nn.Module, trains: bool, said: int) -> None:
+    models = [nn.Sequential(nn.Linear(6, 2), layer.train(trains)).to(DEVICE) for _ in range(2)]
+    workers = [pyps.join("run", rank, batches=[3, 7], samples=10) for rank in range(2)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_threads(2, lambda rank: workers[rank].attach(models[rank], sgd(models[rank])))
+    for worker in reversed(workers):
+        worker.close()
+    about = [one for one in found if "statistics from each rank's own batch" in str(one.message)]
+    assert [one.filename for one in about] == [__file__] * said
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_one_worker_has_the_statistics_of_plain_torch(worker: Worker, momentum: float | None) -> None:
     with warnings.catch_warnings():
