@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pyps.formats import EvenSplit
+from pyps.formats import EvenSplit, Plan
 from pyps.formats.mode import ROUND, Pace, PaceKind
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.minmax import Bools, Problem, times
@@ -224,6 +224,25 @@ def iteration(pace: Pace, batches: Ints, steps: Floats, longest: float, busy: Se
     if pace.spare and used.sum() > 1:
         return _without_the_slowest(min(pace.spare, int(used.sum()) - 1), batches[used], steps[used])
     return longest
+
+
+def paced_seconds(plan: Plan, pace: Pace) -> float | None:
+    """The predicted iteration of a plan at the pace of the policy that it is run by.
+
+    A plan that states a mode is run in it. One that states none was made for rounds; None: it does not say
+    how long an iteration at this pace is, as its links may be shared, or more than its steps takes time.
+    """
+    if plan.run is None and pace.kind == "turns":
+        return plan.r2sp.period_seconds
+    if plan.run is not None or (pace.kind != "free" and not pace.spare):
+        return plan.iteration_seconds
+    used = [worker for worker in plan.workers if worker.batch]
+    steps = np.array([worker.predicted_seconds for worker in used])
+    longest = float(steps.max())
+    more = plan.sync is not None or any(worker.link_seconds for worker in used)
+    if more or not steps.all() or plan.iteration_seconds > longest * (1 + SAME):
+        return None
+    return iteration(pace, np.array([worker.batch for worker in used]), steps, longest, ())
 
 
 def _host(steps: Floats, longest: float, busy: Sequence[Floats]) -> float:

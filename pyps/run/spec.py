@@ -40,6 +40,7 @@ from pyps.run.resume import (
     is_own,
     run_of,
 )
+from pyps.solver.constrained import paced_seconds
 from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
@@ -129,7 +130,9 @@ class RunSpec:
             even=self.options.even,
             seed=self.options.seed,
             samples=self.options.samples,
-            predicted_iteration_seconds=None if self.departures else self.plan.iteration_seconds,
+            predicted_iteration_seconds=None
+            if self.departures
+            else paced_seconds(self.plan, self.policy.pace),
             ranks=tuple(ranks),
             turns=self.turns,
             plan_digest=_digest(self.plan),

@@ -13,6 +13,7 @@ from pyps.formats import Plan, PlanWorker, options
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Codec
+from pyps.solver.constrained import paced_seconds
 from pyps.solver.mode import Mode, choices_while_running
 from pyps.solver.online.mode import may_change
 from pyps.store.codec import as_codec
@@ -136,7 +137,10 @@ def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[s
     if plan.run is None:
         counted = any(worker.link_seconds for worker in plan.workers)
         serial = all(mode == RankMode() for mode in modes.values())
-        return ["codec or pipeline: the plan names none"] if counted and not serial else []
+        found = ["codec or pipeline: the plan names none"] if counted and not serial else []
+        if paced_seconds(plan, policy.pace) is None:
+            found.append(f"policy: {policy}, and the plan is of {DEFAULT_POLICY}")
+        return found
     found = []
     if str(policy) != plan.run.policy:
         found.append(f"policy: {policy} instead of {plan.run.policy}")

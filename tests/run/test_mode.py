@@ -167,15 +167,18 @@ def test_the_even_split_runs_in_the_same_mode(plan: Path) -> None:
 
 def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
     made = read_plan(plan)
-    bare = replace(made, run=None, workers=[replace(worker, mode=None) for worker in made.workers])
+    workers = [replace(w, mode=None, predicted_seconds=0.1 * max(1, w.rank)) for w in made.workers]
+    bare = replace(made, run=None, workers=workers, iteration_seconds=0.2)
     write_json(plan, bare)
     spec = spec_of(plan, policy="asp", codec="int8", pipeline=True)
     assert (str(spec.policy), spec.modes) == ("asp", (RankMode(Codec.INT8, Codec.F32, 2),) * 2)
     assert spec.departures == ()  # it counts no transfers
+    assert spec.setup.predicted_iteration_seconds == pytest.approx(8 / (5 / 0.1 + 3 / 0.2))  # no step waits
     workers = [msgspec.structs.replace(w, link_seconds=0.01) for w in bare.workers]
     write_json(plan, msgspec.structs.replace(bare, workers=workers))
-    assert spec_of(plan, policy="asp").departures == ()
-    assert spec_of(plan, policy="asp", pipeline=True).setup.predicted_iteration_seconds is None
+    assert spec_of(plan, policy="ssp").departures == ()
+    assert spec_of(plan, policy="asp").departures == ("policy: asp, and the plan is of bsp",)
+    assert spec_of(plan, policy="ssp", pipeline=True).setup.predicted_iteration_seconds is None
     with pytest.raises(InputError, match=r"workers\[0\]\.mode: found nothing"):
         spec_of(plan, codec="plan")
 

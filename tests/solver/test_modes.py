@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from planning_tools import profile
 
 from pyps.errors import InputError
@@ -24,7 +25,7 @@ from pyps.formats import (
 )
 from pyps.formats.mode import CODEC_BITS
 from pyps.formats.options import MAX_DEPTH
-from pyps.solver.constrained import evaluate, even_batches, iteration
+from pyps.solver.constrained import evaluate, even_batches, iteration, paced_seconds
 from pyps.solver.links import WIRE_BYTES
 from pyps.solver.milp.checks import agreement
 from pyps.solver.mode import mode_of
@@ -218,6 +219,21 @@ def test_every_policy_has_a_pace() -> None:
     assert kinds["r2sp"] == "turns"
     assert policy_named("backup:k=2").pace.spare == 2
     assert policy_named("ssp:bound=inf").pace.kind == "free"
+
+
+@pytest.mark.parametrize("policy", ["bsp", "backup:k=1", "ssp", "asp", "r2sp"])
+def test_a_plan_for_rounds_predicts_each_policy_as_the_planner_does(policy: str) -> None:
+    profiles, pace = [profile(0.0001, 0.1), profile(0.0005, 0.25)], policy_named(policy).pace
+    cluster = cluster_of(128, [{}, {"required": True, "min_batch": 2}])
+    plan = planned(cluster, profiles, Pace())
+    batches = [worker.batch for worker in plan.workers]
+    assert paced_seconds(plan, pace) == pytest.approx(valued(cluster, profiles, pace, batches), rel=SAME)
+    if policy == "asp":
+        assert (paced_seconds(plan, pace) or 1.0) < 0.5 * plan.iteration_seconds
+        linked = planned(cluster_of(128, [{"bandwidth": 1e9}] * 2), profiles, Pace())
+        assert paced_seconds(linked, pace) is None, "links may be shared"
+        hosted = replace(plan, iteration_seconds=2 * plan.iteration_seconds)
+        assert paced_seconds(hosted, pace) is None, "a host's preparation takes longer than the steps"
 
 
 def test_an_iteration_at_each_pace() -> None:
