@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +33,8 @@ from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.weighted import WeightedHook
 
+_stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a step calls now
+
 
 class UnevenLoader(DataLoader[Any]):
     """A DataLoader of uneven batches. Each loop over it is the next epoch, or the rest of a loaded one."""
@@ -43,7 +47,8 @@ class UnevenLoader(DataLoader[Any]):
 
 
 class UnevenStep:
-    """Ends a step: the optimizer's, and the Rebalancer's.
+    """Ends a step: the optimizer's, and the Rebalancer's. From the first gradient on, other calls of the
+    optimizer's step() raise InputError, unless its learning rates are 0.
 
     sampler, hook, balance: what uneven() has made, for all else that they can do.
     """
@@ -58,16 +63,31 @@ class UnevenStep:
     ) -> None:
         self.sampler, self.hook, self.balance = sampler, hook, balance
         self._model, self._optimizer = model, optimizer
+        with suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
+            optimizer.register_step_pre_hook(self._check_caller)
 
     def __call__(self) -> None:
         """Call it after each backward(), on all ranks."""
         scaler = self.hook.scaler
-        if scaler is None:
-            self._optimizer.step()
-        else:
-            scaler.step(self._optimizer)
+        _stepping.add(self._optimizer)
+        try:
+            if scaler is None:
+                self._optimizer.step()
+            else:
+                scaler.step(self._optimizer)
+        finally:
+            _stepping.discard(self._optimizer)
+        if scaler is not None:
             scaler.update()
         self.balance.step()
+
+    def _check_caller(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in _stepping or self.hook.total is None:
+            return
+        rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+        if any(float(rate) for rate in rates):  # torch.distributed.checkpoint makes a state with rates of 0
+            expected = "step() alone: it calls that"
+            raise InputError("optimizer", "step", "a call of optimizer.step()", expected)
 
     def save(self, folder: str | os.PathLike[str], **more: Any) -> Path:
         """Write a checkpoint of all that a run needs; more: as in pyps.torch.save. All ranks call it."""
@@ -107,14 +127,17 @@ def uneven(
     profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.
     count, reduction, wire, scaler: as in weighted_hook.
     loading: of the DataLoader, such as num_workers and collate_fn.
-    Raises InputError for a dataset without a length, an optimizer of other parameters, and what makes
-    batches elsewhere, such as batch_size.
+    Raises InputError for a dataset without a length, an optimizer of other parameters, a plan, and what
+    makes batches elsewhere, such as batch_size.
     """
     if not isinstance(dataset, Sized):
         expected = "one with a length; UnevenIterableDataset is for streams"
         raise InputError("uneven", "dataset", type(dataset).__name__, expected)
     if given := {"batch_size", "shuffle", "sampler", "batch_sampler"} & loading.keys():
         raise InputError("uneven", sorted(given)[0], "a value", "none: global_batch is of all ranks")
+    if "plan" in loading:
+        expected = "profile= of this rank's device; UnevenBatchSampler(dataset, plan) takes a plan"
+        raise InputError("uneven", "plan", "a value", f"{expected}, with weighted_hook and Rebalancer")
     ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
     _check_optimizer(ddp, optimizer)
     split = agreed_split(global_batch, profile, max_batch=max_batch)

@@ -88,6 +88,28 @@ def refused(**options: Any) -> str:
     return "nothing"
 
 
+def stepped(before: bool, after: bool, rate: float = 0.01) -> str:
+    """What a loop meets with optimizer.step() before or after step(), beside a scheduler."""
+    ddp, loader, step, optimizer = made()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.step()  # without a gradient yet, as some loops do for their scheduler
+    try:
+        for _, x, y in loader:
+            optimizer.zero_grad()
+            mse(ddp(x), y).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            if before:
+                optimizer.step()
+            step()
+            if after:
+                optimizer.step()
+            schedule.step()
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(())
@@ -101,12 +123,13 @@ def main() -> None:
     train(3, folder[0], stops_at=7)
     resumed = train(3, folder[0], resumes=True)
     foreign = torch.optim.SGD(network().parameters(), lr=0.1)
-    said = [refused(batch_size=4), refused(dataset=Stream()), refused(optimizer=foreign)]
+    said = [refused(batch_size=4), refused(dataset=Stream()), refused(optimizer=foreign), refused(plan="p")]
+    twice = [stepped(True, False), stepped(False, True), stepped(True, True, 0.0), stepped(False, False)]
     if dist.get_rank() == 0:
         whole = found.pop("parameters")
         apart = float((whole - resumed["parameters"]).norm() / whole.norm())
         found["worst"] += resumed["worst"]
-        print(json.dumps({**found, "apart": apart, "refused": said, "folder": folder[0]}))
+        print(json.dumps({**found, "apart": apart, "refused": said, "stepped": twice, "folder": folder[0]}))
 
 
 if __name__ == "__main__":

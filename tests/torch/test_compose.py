@@ -22,7 +22,10 @@ def test_two_lines() -> None:
     assert [sorted(epoch) for epoch in found["seen"]] == [list(range(50))] * 3
     assert len({tuple(epoch) for epoch in found["seen"]}) == 3  # each in another order, without set_epoch()
     assert found["apart"] < RESUMED
-    batches, stream, foreign = found["refused"]
+    batches, stream, foreign, plan = found["refused"]
     assert batches == "uneven: batch_size: found a value; expected none: global_batch is of all ranks"
     assert "uneven: dataset: found Stream; expected one with a length" in stream
     assert "uneven: optimizer: found one of other parameters" in foreign
+    assert "uneven: plan: found a value; expected profile= of this rank's device; UnevenBatch" in plan
+    twice = "optimizer: step: found a call of optimizer.step(); expected step() alone: it calls that"
+    assert found["stepped"] == [twice, twice, "nothing", "nothing"]
