@@ -277,7 +277,8 @@ def summary(report: Report) -> Iterator[str]:
     yield from _overruns(report)
     yield from (f"resumed at version {version}" for version in report.resumed_at)
     if report.undone:
-        yield f"{report.undone} pushes undone: a server's host was lost, with all since the last checkpoint"
+        versions = f"{report.undone:,} version{'s' * (report.undone != 1)}"
+        yield f"{versions} after a checkpoint undone, and trained again"
     s = report.samples
     seconds = f"{report.training_seconds:.1f} s of training, {report.wall_seconds:.1f} s in all"
     trained = (

@@ -43,7 +43,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_seconds: the time of day.
     version: the store's, for checkpoints, and where the run was resumed or went back to.
     detail: the reason: an exit code, a signal, a file.
-    pushes: that are undone, where the store of a run that trains went back to a checkpoint.
+    pushes: the versions that are undone, where the run was resumed or went back to a checkpoint.
     """
 
     kind: RunEventKind

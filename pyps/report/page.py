@@ -121,7 +121,7 @@ def _events(run: RunData) -> str:
 def _event(event: RunEvent, origin: float) -> str:
     detail = event.detail if event.version is None else f"version {event.version} {event.detail}"
     if event.pushes is not None:
-        detail = f"back at version {event.version}, without {event.pushes:,} pushes after it"
+        detail = f"back at version {event.version or 0}, without {event.pushes:,} versions after it"
     rank = "" if event.rank is None else event.rank
     seconds = f"{event.monotonic_seconds - origin:,.1f}"
     cells = f'<td>{seconds}</td><td>{rank}</td><td class="text">{_text(event.kind)}</td>'

@@ -133,7 +133,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
-    undone: pushes after the last checkpoint that were lost with a server's host, and trained again.
+    undone: versions after a checkpoint that were lost with what trained them, and trained again.
     checkpoint: the folder of the last one, in checkpoints/; "": there is none.
     training_seconds: of the wall time, from the first step's begin to the last one's end, of each part of a
         run that was resumed.

@@ -15,7 +15,7 @@ from pyps.formats import write_json
 from pyps.formats.events import EVENTS, EventLog
 from pyps.formats.records import read_run
 from pyps.metrics import Sink, open_sink
-from pyps.remote.address import is_address
+from pyps.remote.address import is_address, is_sharded
 from pyps.report.progress import OnProgress, Watch
 from pyps.report.report import REPORT, Report, RunOutcome, make_report
 from pyps.report.steps import applied_steps
@@ -92,7 +92,9 @@ def run_prepared(
         if begins_anew and on_notice is not None and (notice := _where_it_goes_on(spec, undone)):
             on_notice(notice)
         if options.resume is not None:
-            log.write("resumed", version=spec.resumed_version, detail=str(spec.resumed.path or ""))
+            counted = begins_anew and undone > 0 and not is_sharded(spec.store)  # shards count theirs
+            detail, pushes = str(spec.resumed.path or ""), undone if counted else None
+            log.write("resumed", version=spec.resumed_version, detail=detail, pushes=pushes)
         watch = Watch(spec.setup, spec.run_dir, log.events, on_progress, [*own, *sinks])
         stack.callback(watch.finish)
 

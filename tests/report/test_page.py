@@ -122,7 +122,7 @@ def test_sections_findings_and_links(folder: Path) -> None:
     assert re.search(r"3\d of 100 rounds had fewer samples than the global batch of 10", page)
     assert "killed by &lt;SIGKILL&gt;" in page
     assert ">undone<" in page
-    assert "back at version 40, without 1,234 pushes after it" in page
+    assert "back at version 40, without 1,234 versions after it" in page
     assert "<old>" not in page
     assert not re.search(r"https?://", page)
 

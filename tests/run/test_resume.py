@@ -276,6 +276,23 @@ def test_a_folder_goes_on_on_one_clock_and_without_undone_steps(tmp_path: Path, 
         assert event.monotonic_seconds == pytest.approx(500.0, abs=1.0)
 
 
+def test_what_a_resume_undoes_is_counted(tmp_path: Path, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time: a later part may be lost too."""
+    out, events = tmp_path / "out", []
+    write_setup(prepare(plan, script(tmp_path), RunOptions(samples=8, run_dir=out)))
+    monkeypatch.setattr("pyps.run.main.launch", lambda launcher: events.append(launcher.log.events[-1]))
+    for pid, versions in ((11, 3), (12, 2), (13, 0)):
+        with RecordWriter(out / f"worker-0-{pid}.jsonl") as writer:
+            for version in range(1, versions + 1):
+                writer.write(make_record(0, version, 5, [("compute", version, version + 0.5)]))
+        run_prepared(prepare(plan, script(tmp_path), RunOptions(samples=8, resume=out)))
+    assert [(event.kind, event.pushes) for event in events] == [
+        ("resumed", 3),
+        ("resumed", 2),
+        ("resumed", None),
+    ]
+
+
 def test_a_rank_drops_what_its_store_does_not_have(tmp_path: Path) -> None:
     """From the first undone step on, also those that were never admitted; other ranks' are left."""
     for name, pushes in (("0-11", (1, 2, 0)), ("0-12", (3, 0, 4, 0)), ("1-13", (9,))):
