@@ -3,6 +3,7 @@
 #include "policy/view.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "error.h"
@@ -230,27 +231,38 @@ static enum verdict set_max_samples(struct view *v, const struct event *e) {
     return STEP_COMMIT;
 }
 
-/* Refuses a data set that differs from what any rank's worker has said, an earlier one of this rank included. */
+/* Says in what a rank's data set differs from rank r's; r is the rank itself where an earlier worker of it has
+ * said another one: of this run, or of the one that it goes on from. */
+static int compare_data_sets(int32_t rank, const pyps_data_set *mine, uint32_t r,
+                             const pyps_data_set *other) {
+    char whose[64] = "this run before";
+    const char *expected = "; expected the data set that the run began with";
+    if (r != (uint32_t)rank) {
+        snprintf(whose, sizeof whose, "rank %u", r);
+        expected = "";
+    }
+    if (mine->length != other->length)
+        return fail(PYPS_EINVAL, "data set: rank %d has %lu samples, %s has %lu%s", rank, mine->length, whose,
+                    other->length, expected);
+    if (mine->digest != other->digest)
+        return fail(PYPS_EINVAL,
+                    "data set: rank %d and %s read different types, labels or texts (digests %lx, %lx)%s",
+                    rank, whose, mine->digest, other->digest, expected);
+    if (!(fabs(mine->mean - other->mean) <= mine->tolerance + other->tolerance))
+        return fail(PYPS_EINVAL, "data set: rank %d and %s read different values (mean %.9g, %.9g)%s", rank,
+                    whose, mine->mean, other->mean, expected);
+    return PYPS_OK;
+}
+
+/* Refuses a data set that differs from what any rank's worker has said, an earlier one of this rank first. */
 static enum verdict set_data_set(struct view *v, const struct event *e, struct outcome *out) {
     const pyps_data_set *mine = &e->data_set;
     int32_t rank = view_member(v, e->slot)->rank;
-    for (uint32_t r = 0; r < v->ranks; r++) {
+    for (uint32_t k = 0; k <= v->ranks; k++) {
+        uint32_t r = k ? k - 1 : (uint32_t)rank;
         const pyps_data_set *other = &view_rank(v, r)->data_set;
-        if (!other->size) continue;
-        if (mine->length != other->length)
-            return step_refuse(out, fail(PYPS_EINVAL, "data set: rank %d has %lu samples, rank %u has %lu",
-                                         rank, mine->length, r, other->length));
-        if (mine->digest != other->digest)
-            return step_refuse(out,
-                               fail(PYPS_EINVAL,
-                                    "data set: rank %d and rank %u read different types, labels or texts "
-                                    "(digests %lx, %lx)",
-                                    rank, r, mine->digest, other->digest));
-        if (!(fabs(mine->mean - other->mean) <= mine->tolerance + other->tolerance))
-            return step_refuse(out,
-                               fail(PYPS_EINVAL,
-                                    "data set: rank %d and rank %u read different values (mean %.9g, %.9g)",
-                                    rank, r, mine->mean, other->mean));
+        int rc = other->size ? compare_data_sets(rank, mine, r, other) : PYPS_OK;
+        if (rc) return step_refuse(out, rc);
     }
     pyps_data_set *known = &view_rank(v, (uint32_t)rank)->data_set;
     if (known->size) return STEP_UNCHANGED;

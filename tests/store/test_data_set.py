@@ -17,12 +17,12 @@ from pyps.store import Store
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (DataSet(61, 7, 0.5, 0.1), "rank 1 has 61 samples, rank 0 has 60"),
+        (DataSet(61, 7, 0.5, 0.1), "rank 1 has 61 samples, {} has 60"),
         (
             DataSet(60, 8, 0.5, 0.1),
-            r"rank 1 and rank 0 read different types, labels or texts \(digests 8, 7\)",
+            r"rank 1 and {} read different types, labels or texts \(digests 8, 7\)",
         ),
-        (DataSet(60, 7, 0.71, 0.1), r"rank 1 and rank 0 read different values \(mean 0.71, 0.5\)"),
+        (DataSet(60, 7, 0.71, 0.1), r"rank 1 and {} read different values \(mean 0.71, 0.5\)"),
         (DataSet(60, 7, 0.69, 0.1), None),
     ],
 )
@@ -35,12 +35,13 @@ def test_another_data_set_is_refused(shm: Path, other: DataSet, says: str | None
         if says is None:
             peer.set_data_set(other)
             return
-        with pytest.raises(InvalidArgument, match=says):
+        with pytest.raises(InvalidArgument, match=says.format("rank 0")):
             peer.set_data_set(other)
         peer.set_data_set(DataSet(60, 7, 0.5, 0.1))
         store.leave()
         store.join(0)
-        with pytest.raises(InvalidArgument, match="rank 0 "):
+        before = says.format("this run before").replace("rank 1", "rank 0")
+        with pytest.raises(InvalidArgument, match=f"{before}; expected the data set that the run began"):
             store.set_data_set(other)
 
 
@@ -65,6 +66,10 @@ def test_a_checkpoint_knows_its_data_set(shm: Path, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="rank 0 has 61 samples, rank 1 has 60"):
             store.set_data_set(DataSet(61, data.digest, 0.5, 0.1))
         store.set_data_set(data)
+        store.leave()
+        store.join(1)
+        with pytest.raises(InvalidArgument, match="rank 1 has 61 samples, this run before has 60; expected"):
+            store.set_data_set(DataSet(61, data.digest, 0.5, 0.1))
     broken = replace(saved.header.ranks[1], data_set=DataSet(60, 7, float("nan")))
     header = replace(saved.header, ranks=(saved.header.ranks[0], broken))
     with pytest.raises(InvalidArgument, match="rank 1: data_set"):
