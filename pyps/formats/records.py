@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     lr: the learning rate of the first parameter group, as pushed.
     depth: the worker's steps in flight at once; above 1, pushes and pulls overlap the next step's compute.
     loader_seconds: how long loading the step's samples keeps the loader busy; with several loader processes,
-        each does its part.
+        each does its part. 0 for tensors in memory.
     loader_workers: loader processes; 0: the training thread loads, and all of it is in the data span.
     admitted_at: when the store took the gradient, in seconds of its machine's CLOCK_MONOTONIC; 0: it did not.
     pushes: gradients of the rank that the store has taken, with this one; 0: it did not take it.

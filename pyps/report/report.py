@@ -51,6 +51,7 @@ RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the w
 MIN_ABSENT_SECONDS = 1.0  # that are said
 FAR_OFF = 2.0  # times the prediction, or its half: the plan was made from other figures than this run's
 LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
+LEAST_LOADING_SECONDS = 1e-3  # about what a batch takes from a loader process to its rank
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,7 +341,7 @@ def crowding(setup: RunSetup, ranks: Sequence[RankReport]) -> str:
 def loading_advice(rank: RankReport, crowd: str = "") -> str:
     """What to change if loading data holds this rank up; empty if it does not. crowd: as crowding says."""
     data, compute, loader = rank.data.median, rank.compute.median, rank.loader.median
-    if data <= LOADING_SHARE * (data + compute):
+    if data <= max(LEAST_LOADING_SECONDS, LOADING_SHARE * (data + compute)) or not loader:
         return ""
     who = f"rank {rank.rank} ({rank.name}) waits {data * 1e3:.1f} ms a step for data"
     if crowd:

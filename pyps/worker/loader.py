@@ -202,7 +202,7 @@ class Loader:
             spent += seconds
             early = early and piece.early
             if piece.last:
-                seconds = spent / max(1, self.workers)
+                seconds = 0.0 if self._source.in_process else spent / max(1, self.workers)
                 return LoadedBatch(join_batches(parts), seconds, early or not self.workers)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Loader:
         return Task(first, count, indices(first, count, self._source.length, self._source.seed))
 
     def _next(self) -> tuple[BatchPart, Any, float]:
-        """What comes next: its piece, the data, and the seconds that a loader process spent on it."""
+        """What comes next: its piece, the data, and the seconds that loading it took."""
         data, seconds = next(self._iterator)
         return self._queue.sent.popleft(), data, seconds
 

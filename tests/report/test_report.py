@@ -321,6 +321,8 @@ def test_what_the_table_does_not_say() -> None:
     ("data", "loader", "workers", "says"),
     [
         (0.002, 0.039, 2, ""),
+        (0.0009, 0.0009, 0, ""),  # less than a loader process would cost
+        (0.08, 0.0, 0, ""),  # tensors in memory
         (0.08, 0.08, 0, "use batches(..., num_workers=2)"),
         (0.04, 0.08, 2, "its 2 loader processes need 80.0 ms a step, its compute 40.0 ms; use num_workers=4"),
         (0.02, 0.03, 2, "raise batches(..., prefetch=2)"),
@@ -330,9 +332,9 @@ def test_what_the_table_does_not_say() -> None:
 def test_a_slow_loader_is_named_with_what_to_change(
     data: float, loader: float, workers: int, says: str
 ) -> None:
-    records = []
+    records, compute = [], 0.04 if data > 0.001 else 0.004
     for step in range(4):
-        spans: list[Span] = [("data", step, step + data), ("compute", step + data, step + data + 0.04)]
+        spans: list[Span] = [("data", step, step + data), ("compute", step + data, step + data + compute)]
         made = make_record(0, step, 8, spans)
         records.append(msgspec.structs.replace(made, loader_seconds=loader, loader_workers=workers))
     advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals(), (0.0, 1.0)))

@@ -62,6 +62,14 @@ def make_loader(workers: int, collate_fn: Any = None) -> Loader:
     return Loader(source, LoaderOptions(workers))
 
 
+def test_tensors_in_memory_keep_no_loader_busy() -> None:
+    """Processes would not load them, so nothing advises these."""
+    for data, busy in ((Numbered(), True), ((torch.arange(LENGTH),), False)):
+        with Loader(make_source(data, None, SEED, 0, 1), LoaderOptions(0)) as loader:
+            loader.align([(0, 8)])
+            assert (loader.take((0, 8)).seconds > 0) == busy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("collate_fn", [None, list])
 def test_a_batch_is_of_the_positions_it_is_taken_for(collate_fn: Any) -> None:
