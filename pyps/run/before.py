@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from pyps.errors import InputError
 from pyps.formats.events import EVENTS
 from pyps.formats.setup import SETUP_FILE
 from pyps.report.report import REPORT
@@ -27,7 +28,9 @@ RECORDS = "worker-*.jsonl"
 
 
 class Before:
-    """The files of a run's folder as they are now; a context manager, under the lock of its event log."""
+    """The files of a run's folder as they are now; a context manager, under the lock of its event log. Raises
+    InputError where they cannot be kept.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -37,14 +40,21 @@ class Before:
         run_dir, temporary = self._run_dir, self._run_dir / f"{BEFORE}.new"
         self._sizes = dict.fromkeys(self._record_sizes(), sys.maxsize)  # a late worker may write
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for name in (*self._sizes, *REPLACED):
-            if (run_dir / name).exists():
-                _link(run_dir / name, temporary / name)
-        for name in WRITTEN:
-            if (run_dir / name).exists():
-                shutil.copyfile(run_dir / name, temporary / name)
-        os.rename(temporary, run_dir / BEFORE)
+        try:
+            temporary.mkdir()
+            for name in (*self._sizes, *REPLACED):
+                if (run_dir / name).exists():
+                    _link(run_dir / name, temporary / name)
+            for name in WRITTEN:
+                if (run_dir / name).exists():
+                    shutil.copyfile(run_dir / name, temporary / name)
+            os.rename(temporary, run_dir / BEFORE)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            found = error.strerror or str(error)
+            raise InputError(
+                str(run_dir), "", found, "a folder to write to, with room for its events"
+            ) from None
         return self
 
     def begin(self) -> None:

@@ -125,7 +125,11 @@ def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
     drop_undone_epochs(run_dir, version)
     if shift:
         moved = [msgspec.structs.replace(e, monotonic_seconds=e.monotonic_seconds + shift) for e in before]
-        events.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in moved))  # its lock is held
+        try:
+            events.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in moved))  # its lock is held
+        except OSError as error:
+            found = error.strerror or str(error)
+            raise InputError(str(events), "", found, "a file to write to, with room for its events") from None
     return last
 
 

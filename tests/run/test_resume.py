@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,6 +325,21 @@ def test_a_folder_on_a_full_disk_is_named_and_left(tmp_path: Path, monkeypatch: 
     assert path.read_bytes() == before
     drop_undone(tmp_path, 0, -1)  # a worker's own needs no room
     assert not read_run(tmp_path)
+
+
+def test_a_resume_on_a_full_disk_says_so_and_leaves_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.jsonl").write_bytes(b"")
+
+    def full(source: Path, target: Path) -> None:
+        target.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(InputError, match=f"^{tmp_path}: found No space left on device; expected a folder"):
+        Before(tmp_path).__enter__()
+    assert os.listdir(tmp_path) == ["run.jsonl"]
 
 
 def test_a_line_that_was_cut_is_not_continued(tmp_path: Path) -> None:
