@@ -30,6 +30,7 @@ class Budget:
         self.seconds, self.clock, self._progress = seconds, clock, progress
         self.began = clock()
         self.left_out: list[str] = []
+        self.cut_short = False  # the largest sizes are among those
 
     @property
     def gone(self) -> float:

@@ -33,7 +33,12 @@ class Probe:
     batch: int
     seconds: float
     peak_bytes: int
-    wall_seconds: float = 0.0  # of all of it: about two steps
+    wall_seconds: float = 0.0  # of all of it: about two steps, without a throttle's waits
+
+    @property
+    def cost(self) -> float:
+        """The wall seconds of timing this size once, with the step before."""
+        return max(self.wall_seconds, 2 * self.seconds)
 
 
 def ladder(max_batch: int) -> list[int]:
@@ -70,6 +75,7 @@ def climb(
         if len(probes) >= 2 and not budget.allows(_expected_wall(probes, batch), CLIMB_SHARE):
             rest = ", ".join(str(b) for b in sizes or () if b >= batch) or f"{batch} and more"
             budget.left_out.append(f"batches {rest}")
+            budget.cut_short = True
             break
         budget.advance(math.inf)
         try:
@@ -118,13 +124,20 @@ def check_two(probes: Sequence[Probe], stepper: Stepper) -> None:
 
 
 def _probe(stepper: Stepper, batch: int, clock: Callable[[], float] = time.monotonic) -> Probe | None:
-    """One warm-up step that measures the memory, then one timed step; None if they do not fit."""
-    began = clock()
+    """One warm-up step that measures the memory, then one timed step; None if they do not fit. It does not
+    wait for a throttle, so that time suffices for all sizes.
+    """
+    began, throttle = clock(), getattr(stepper, "throttle", None)
     try:
         data = stepper.prepare(batch)
         peak = stepper.peak_bytes(data)
         if peak > stepper.budget_bytes:
             return None
+        if throttle is not None:
+            worked = throttle.work_clock()
+            stepper.step(data)
+            seconds = throttle.factor * (throttle.work_clock() - worked)
+            return Probe(batch, seconds, peak, clock() - began)
         seconds = stepper.timed_step(data, batch)
         return Probe(batch, seconds, peak, clock() - began)
     except OutOfMemoryError:

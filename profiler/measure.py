@@ -38,7 +38,7 @@ from pyps.tasks.by_name import load_task
 from pyps.tasks.task import TrainingTask, require_torch
 
 SETTLE_SHARE = 0.1  # of them
-LEAST_ROUNDS = 2  # of all sizes: where time is short, the largest sizes are left out
+LEAST_ROUNDS = 2  # of all sizes: where time is short, some are left out
 REPEATS = 7  # least timed steps of a batch size: an odd number, so that the median is one of them
 MAX_REPEATS = 31
 MEDIAN_ERROR = 0.01  # a median is known well enough with this relative standard error
@@ -87,8 +87,8 @@ def profile_model(
         if memory_budget is not None:
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
         probes = affordable(climb(stepper, sizes, max_step_seconds, notify, budget), budget)
-        costs = {p.batch: p.wall_seconds for p in probes}
-        settle(stepper, [*costs][len(costs) // 2], notify, budget)
+        costs = {p.batch: p.cost for p in probes}
+        settle(stepper, [*costs][(len(costs) - 1) // 2], notify, budget)
         with gpu_clocks(target) as clocks:
             timed = time_in_rounds(stepper, [*costs], repeats, budget, costs)
         probes = _timed_ones(probes, timed, stepper, notify)
@@ -102,6 +102,7 @@ def profile_model(
         model=_model_info(where, task, options),
         points=points,
         max_batch=_largest(max_batch, sizes, probes),
+        cut_short=budget.cut_short,
         min_batch=FEW if probes[0].batch > 1 and (sizes is None or 1 in sizes) else None,
         memory=memory_model([(p.batch, p.peak_bytes) for p in probes], stepper.budget_bytes),
         fit=select_fit(points),
@@ -137,13 +138,27 @@ def _optimizer_in_words(task: TrainingTask) -> str:
 
 
 def affordable(probes: list[Probe], budget: Budget) -> list[Probe]:
-    """The sizes for which there is time: the largest ones go, where LEAST_ROUNDS of all do not fit."""
-    kept = list(probes)
-    while len(kept) > 2 and not budget.allows(LEAST_ROUNDS * sum(p.wall_seconds for p in kept)):
-        kept.pop()
-    if dropped := [p.batch for p in probes[len(kept) :]]:
+    """The sizes for which there is time. Where LEAST_ROUNDS of all do not fit, sizes between go, as evenly as
+    they come; then rounds; the largest size last.
+    """
+    kept = next((some for some in _fewer(probes) if budget.allows(_seconds_of(some))), probes[:2])
+    if dropped := [p.batch for p in probes if p not in kept]:
         budget.left_out.append(f"batches {', '.join(map(str, dropped))}")
+        budget.cut_short |= kept[-1] is not probes[-1]
     return kept
+
+
+def _fewer(probes: list[Probe]) -> Iterator[list[Probe]]:
+    """Selections of two sizes or more, all with the smallest: those with the largest first."""
+    for end in range(len(probes), 1, -1):
+        for count in range(end, 1, -1):
+            yield [probes[k] for k in sorted({round(x) for x in np.linspace(0, end - 1, count)})]
+
+
+def _seconds_of(probes: list[Probe]) -> float:
+    """What timing these sizes takes at least: with no more than three of them, each is timed but once."""
+    rounds = LEAST_ROUNDS if len(probes) > 3 else 1
+    return rounds * sum(p.cost for p in probes)
 
 
 def time_in_rounds(

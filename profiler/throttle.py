@@ -50,7 +50,7 @@ class Throttle:
         self.spans = 0
         self.overruns = 0
         self.overrun_seconds = 0.0
-        self._work_clock = work_clock
+        self.work_clock = work_clock
         self._model_seconds: Callable[[int], float] | None = None
 
     @classmethod
@@ -75,11 +75,11 @@ class Throttle:
             if batch is None or batch < 1:
                 raise InputError("throttle", "batch", repr(batch), "the span's number of samples, at least 1")
             span.target_seconds = model_seconds(batch)
-        work_start = self._work_clock()
+        work_start = self.work_clock()
         start_ns = time.monotonic_ns()
         yield span
         worked_ns = time.monotonic_ns() - start_ns
-        span.work_seconds = self._work_clock() - work_start
+        span.work_seconds = self.work_clock() - work_start
         if model_seconds is None:
             span.target_seconds = self.factor * span.work_seconds
         sleep_until(start_ns + round(span.target_seconds / NANOSECOND))

@@ -61,6 +61,7 @@ from pyps.solver.ranks import (
     unit_of,
 )
 from pyps.solver.report.warnings import (
+    cut_short,
     doubtful_links,
     link_warnings,
     short_step,
@@ -109,7 +110,8 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     try:
         solution = _fastest_solution(cluster, ranks, constrained)
     except Infeasible as error:
-        raise Infeasible(error.reason, _with_micro_batches(cluster, ranks, pace, error.nearest)) from None
+        nearest = _with_micro_batches(cluster, ranks, pace, error.nearest)
+        raise Infeasible(error.reason, nearest + cut_short(round_samples(cluster), ranks)) from None
     modes = _modes(cluster, ranks, pace, solution)
     constrained = planning_problem(cluster, ranks, pace, modes)
     plan = plan_of(cluster, ranks, constrained, observed(constrained, solution.batches), modes)

@@ -219,11 +219,13 @@ def merged_profile(names: list[str], runs: list[Profile]) -> Profile:
                 peak_bytes=max(peaks, default=None),
             )
         )
+    largest = max((run.max_batch for run in runs if run.max_batch is not None), default=None)
     return Profile(
         device=first.device,
         model=first.model,
         points=points,
-        max_batch=max((run.max_batch for run in runs if run.max_batch is not None), default=None),
+        max_batch=largest,
+        cut_short=all(run.cut_short for run in runs if run.max_batch == largest),
         min_batch=max((run.min_batch for run in runs if run.min_batch is not None), default=None),
         memory=min((run.memory for run in runs if run.memory is not None), key=_samples, default=None),
         fit=select_fit(points) if len(points) > 1 else None,

@@ -111,7 +111,8 @@ def verdict(fit: Fit, profile: Profile) -> list[str]:
     if profile.min_batch is not None:
         lines.append(f"smallest batch: {profile.min_batch}")
     if profile.max_batch is not None:
-        lines.append(f"largest batch: {profile.max_batch}")
+        why = " (there was no time for larger ones: see --seconds)" if profile.cut_short else ""
+        lines.append(f"largest batch: {profile.max_batch}{why}")
     if profile.link is not None:
         link = profile.link
         speed = link.bytes_per_second / 1e9

@@ -119,6 +119,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelInfo
     points: Annotated[list[Point], Meta(min_length=1)]
     max_batch: Batch | None = None
+    cut_short: bool = False  # larger batches were not measured for want of time
     min_batch: Batch | None = None
     memory: Memory | None = None
     fit: Fit | None = None

@@ -10,7 +10,7 @@ from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.points_csv import IMPORTED, long_step
 from pyps.solver.exact.minmax import Problem, rounded
-from pyps.solver.ranks import PlannedRank, cost_of
+from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
 MISSED_WORTH_A_WARNING = 0.10
@@ -94,6 +94,16 @@ def warnings_of(
             label = out[0] if len(out) == 1 else f"{len(out)} of {name}"
             remarks.append(_left_out(label, problem, bounds, members[0][1].rank, may_forbid))
     return in_lines(remarks)
+
+
+def cut_short(samples: int, ranks: Sequence[PlannedRank]) -> str:
+    """Where the ranks take less than these samples at once: the profiles that lack larger batches for want of
+    time, as an addition to a refusal; else "".
+    """
+    if samples <= sum(max_batch_of(rank.group, rank.profile) for rank in ranks):
+        return ""
+    paths = list(dict.fromkeys(rank.group.profile for rank in ranks if rank.one_profile.cut_short))
+    return f"; there was no time to measure larger batches for {few_of(paths)}" if paths else ""
 
 
 def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str]:

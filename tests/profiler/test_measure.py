@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from pyps.errors import InputError
 from pyps.profiler import profile_model
 from pyps.profiler.budget import Budget
-from pyps.profiler.climb import LADDER_MAX, climb, ladder
+from pyps.profiler.climb import LADDER_MAX, Probe, climb, ladder
 from pyps.profiler.fit import memory_model, point_seconds
 from pyps.profiler.measure import affordable, settle, time_in_rounds, time_parts
 from pyps.profiler.stepper import PARTS, OutOfMemoryError, StepOptions, is_out_of_memory, resolve_device
+from pyps.profiler.throttle import Throttle
 from pyps.tasks import TrainingTask
 from pyps.tasks.builtin import digits_mlp
 
@@ -372,8 +373,8 @@ class TimedDevice(ArithmeticDevice):
         told: list[tuple[float, float]] = []
         budget = Budget(seconds, lambda: self.now, lambda gone, most: told.append((gone, most)))
         probes = affordable(climb(self, sizes, 1e9, lambda _: None, budget), budget)
-        costs = {p.batch: p.wall_seconds for p in probes}
-        settle(self, [*costs][len(costs) // 2], lambda _: None, budget)
+        costs = {p.batch: p.cost for p in probes}
+        settle(self, [*costs][(len(costs) - 1) // 2], lambda _: None, budget)
         found = time_in_rounds(self, [*costs], repeats, budget, costs)
         for batch in found:
             time_parts(self, batch, budget, costs[batch] / 2)
@@ -395,6 +396,39 @@ def test_a_budget_of_time_is_kept(busy: float, seconds: float) -> None:
     assert short <= bool(budget.left_out)
     assert all(gone <= most for gone, most in device.told)
     assert all(most <= max(seconds, gone) for gone, most in device.told)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept", "cut"),
+    [
+        (300.0, [1, 2, 4, 8, 16, 32], False),
+        (100.0, [1, 4, 8, 32], False),
+        (40.0, [1, 4, 32], False),
+        (34.0, [1, 32], False),
+        (21.0, [1, 4, 16], True),
+        (2.0, [1, 2], True),
+    ],
+)
+def test_sizes_between_go_before_the_largest(seconds: float, kept: list[int], cut: bool) -> None:
+    device = TimedDevice()
+    budget = Budget(seconds, lambda: device.now)
+    probes = [Probe(b, b / 2, 0, float(b)) for b in (1, 2, 4, 8, 16, 32)]
+    found = [probe.batch for probe in affordable(probes, budget)]
+    assert (found, budget.cut_short) == (kept, cut)
+
+
+def test_a_throttle_takes_no_time_before_the_timing() -> None:
+    class Throttled(TimedDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.throttle = Throttle(100.0, work_clock=lambda: self.now)
+
+        def timed_step(self, data: Any, batch: int) -> float:
+            raise AssertionError("a step that waits for the throttle")
+
+    device = Throttled()
+    probes = climb(device, [1, 2, 4], 1e9, lambda _: None, Budget(1e3, lambda: device.now))
+    assert [(p.batch, p.seconds, p.cost) for p in probes] == [(b, 100.0 * b, 200.0 * b) for b in (1, 2, 4)]
 
 
 def test_what_a_budget_leaves_out_is_named() -> None:

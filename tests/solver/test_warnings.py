@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_tools import profile
 
-from pyps.errors import InputError
+from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, Shared, SyncCost, WorkerGroup
 from pyps.solver.plan import make_plan, plan_ranks
 from pyps.solver.problem import planning_problem
@@ -124,6 +124,17 @@ def test_short_steps_that_wait_for_a_long_one_are_not_said() -> None:
     long = msgspec.structs.replace(long, device=Device(name="d", kind="cuda"))
     cluster = Cluster(job=Job(global_batch=64), worker=workers)
     assert not [line for line in make_plan(cluster, [short, long]).warnings if "are short" in line]
+
+
+def test_a_refusal_names_the_profiles_that_lack_larger_batches_for_want_of_time() -> None:
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json") for k in range(2)]
+    short, whole = profile(0.1, 0.1, 4), profile(0.1, 0.1, 8)
+    short = msgspec.structs.replace(short, cut_short=True)
+    with pytest.raises(Infeasible, match=r"maxima sum to 12.*; there was no time .* batches for 0\.json$"):
+        make_plan(Cluster(job=Job(global_batch=64), worker=workers), [short, whole])
+    wide = [msgspec.structs.replace(one, required=True, min_batch=5) for one in workers]
+    with pytest.raises(Infeasible, match=r"minima .* sum to 10; the smallest feasible global_batch is 10$"):
+        make_plan(Cluster(job=Job(global_batch=9), worker=wide), [profile(0.1, 0.1, 8), whole])
 
 
 def test_units_that_are_unlikely_are_named() -> None:
