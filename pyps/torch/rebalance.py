@@ -21,13 +21,14 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.formats import MAX_BATCH, Profile
+from pyps.formats import MAX_BATCH, Profile, read_profile
 from pyps.formats.files import learnt
 from pyps.metrics import Reading, Sink
 from pyps.solver.costs import Cost
@@ -95,6 +96,7 @@ class Rebalancer:
         least = sampler.least * hook.least_samples
         least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))
+        _warn_of_another_model(profile, hook)
         self.states: list[RankState] = []
         self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
@@ -273,6 +275,17 @@ def _agreed_prior(
         error = refused
     consensus.agree(error)
     return prior, bounds
+
+
+def _warn_of_another_model(profile: Profile | str | os.PathLike[str] | None, hook: WeightedHook) -> None:
+    """Where the profile says of how many parameters its model is, and the hook's has others."""
+    if profile is None or hook.peers is not None:  # peers have parts of the model
+        return
+    found = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+    own = sum(parameter.numel() for parameter in hook.parameters())
+    if found.model.parameters not in (None, own):
+        of = f"of {found.model.name!r} with {found.model.parameters} parameters"
+        warnings.warn(f"the profile is {of}; this model has {own}: profile it anew", stacklevel=3)
 
 
 Observer = Callable[[Rebalancer], None]

@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from ddp_jobs import net, square
@@ -245,6 +246,19 @@ def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
         warnings.simplefilter("always")
         weighted_hook(DistributedDataParallel(model, process_group=group))
     return [str(warning.message) for warning in found if "BatchNorm" in str(warning.message)]
+
+
+def unlike_profile(group: dist.ProcessGroup, more: int | None) -> list[str]:
+    """What a Rebalancer warns of, whose profile is of a model with so many more parameters; None: unknown."""
+    model = net()
+    own = sum(parameter.numel() for parameter in model.parameters())
+    known = ModelInfo(name="other", parameters=None if more is None else own + more)
+    sampler = UnevenBatchSampler(96, (4, 4), dist.get_rank(group))
+    hook = weighted_hook(DistributedDataParallel(model, process_group=group))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Rebalancer(sampler, hook, msgspec.structs.replace(profile_of(pace(1.0, False)), model=known))
+    return [str(one.message) for one in found]
 
 
 def forgets(group: dist.ProcessGroup, weighs: bool, balances: bool, split: list[int]) -> list[str]:

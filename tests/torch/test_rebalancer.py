@@ -238,6 +238,13 @@ def test_a_store_that_ends_after_the_last_step_is_no_error_but_before_another(ra
     assert ranks.run(2, jobs.store_is_gone) == [["", "Connection reset by peer"]] * 2
 
 
+@pytest.mark.parametrize(("more", "warnings"), [(7, 1), (0, 0), (None, 0)])
+def test_a_profile_of_another_model_is_named(ranks: Ranks, more: int | None, warnings: int) -> None:
+    for found in ranks.run(2, jobs.unlike_profile, more):
+        assert len(found) == warnings
+        assert all("the profile is of 'other' with " in text for text in found)
+
+
 def test_batch_norm_of_each_rank_alone_is_named_once(ranks: Ranks) -> None:
     first, second = ranks.run(2, jobs.warned, False)
     assert ["UnevenSyncBatchNorm.convert(model)" in text for text in first] == [True]
