@@ -56,7 +56,8 @@ def run_command(
     """
     resume: Path | None = given["resume"]
     given_script = script
-    options = _options(given, args, epochs)
+    with _explain_failure(_misplaced(ctx, args or ())):
+        options = _options(given, args, epochs)
     on_command_line = _given(ctx)
     planned = plan if resume is None or "plan" in on_command_line else None
     if resume is not None:
@@ -164,9 +165,17 @@ def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
-    """Of a failure whose error names one of `misplaced`, say where the options of pyps run go."""
+    """Of an option that is missing, and of a failure whose error names one of `misplaced`, say where the
+    options of pyps run go.
+    """
     try:
         yield
+    except InputError as error:
+        after = [name for name in misplaced if name in f"{error.where} {error.expected}"]
+        if not after or error.found != "nothing":
+            raise
+        found = f"nothing before the script, and {', '.join(after)} after it"
+        raise InputError(error.where, error.field, found, f"{error.expected}, before the script") from error
     except TrainingFailed as failure:
         if any(name in failure.error for name in misplaced):
             raise TrainingFailed(f"{failure}; options of pyps run go before the script") from failure

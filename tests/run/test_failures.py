@@ -107,6 +107,9 @@ def test_an_option_after_the_script_is_explained(shm: Path, plan: Path, tmp_path
     other = tmp_path / "other"
     done = pyps_run(*options_for(plan, SAMPLES, other), path, "--width", "3")
     assert "go before the script" not in done.stderr
+    done = pyps_run("--plan", plan, path, "--samples", "96", "--width", "3")
+    assert done.returncode == 2
+    assert "--samples: found nothing before the script, and --samples after it; expected" in done.stderr
 
 
 FAILS_AT_ONCE = """
