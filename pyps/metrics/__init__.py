@@ -9,31 +9,41 @@ A sink's package is imported when the sink is opened.
 from __future__ import annotations
 
 from pyps.errors import InputError
-from pyps.metrics.sink import OpenTelemetrySink, PrometheusSink, Reading, Sink, TensorBoardSink
+from pyps.metrics.sink import OpenTelemetrySink, PrometheusSink, Reading, Sink, TensorBoardSink, needed
 
-__all__ = ["SINKS", "Reading", "Sink", "open_sink"]
+__all__ = ["SINKS", "Reading", "Sink", "check_sink", "open_sink"]
 
 SINKS = {
     "tensorboard": "tensorboard[:DIR]",
     "prometheus": "prometheus:PORT",
     "otel": "otel[:ENDPOINT]",
 }
+PACKAGES = {"tensorboard": "tensorboard", "prometheus": "prometheus_client", "otel": "opentelemetry"}
+
+
+def check_sink(text: str) -> None:
+    """Raise InputError for an unknown sink, a port that is none, and a package that is missing."""
+    name, _, rest = text.partition(":")
+    if name not in SINKS:
+        raise InputError("metrics", "", repr(text), f"one of {', '.join(SINKS.values())}")
+    if name == "prometheus":
+        _port(text, rest)
+    needed(PACKAGES[name], name)
 
 
 def open_sink(text: str, default_folder: str = "tensorboard") -> Sink:
     """The sink that a text names: one of the values of SINKS.
 
-    default_folder: of TensorBoard's files, where the text has none. Raises InputError for an unknown sink, a
-    port that is taken, a folder that cannot be written, and a package that is missing.
+    default_folder: of TensorBoard's files, where the text has none. Raises InputError as check_sink does, and
+    for a port that is taken, and a folder that cannot be written.
     """
+    check_sink(text)
     name, _, rest = text.partition(":")
     if name == "tensorboard":
         return TensorBoardSink(rest or default_folder)
     if name == "prometheus":
         return PrometheusSink(_port(text, rest))
-    if name == "otel":
-        return OpenTelemetrySink(rest or None)
-    raise InputError("metrics", "", repr(text), f"one of {', '.join(SINKS.values())}")
+    return OpenTelemetrySink(rest or None)
 
 
 def _port(text: str, port: str) -> int:

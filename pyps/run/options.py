@@ -14,6 +14,7 @@ from pyps.checkpoint.folder import KEEP
 from pyps.errors import InputError
 from pyps.formats import options
 from pyps.formats.mode import FROM_PLAN
+from pyps.metrics import check_sink
 from pyps.native.values import Codec
 from pyps.store.policies import Policy
 from pyps.worker.mode import ModeOptions
@@ -58,9 +59,11 @@ class RunOptions(ModeOptions):
     metrics: options.MetricsOption = ()
 
     def check(self) -> None:
-        """Raise InputError, naming the option, if a number is outside its limits, or contradicts another."""
+        """Raise InputError, naming the option, for one that is outside its limits or contradicts another."""
         options.check_limits(RunOptions, vars(self))
         interval_of(self.checkpoint_every, "checkpoint_every")
+        for text in self.metrics:
+            check_sink(text)
         if self.depth is not None and self.pipeline is not None and self.pipeline != (self.depth > 1):
             expected = "at least 2 with pipeline" if self.pipeline else "1 with no pipeline"
             raise InputError("depth", "", str(self.depth), expected)

@@ -157,6 +157,14 @@ def test_a_policy_that_cannot_overlap_is_refused(plan: Path) -> None:
         spec_of(plan, depth=9)
 
 
+@pytest.mark.parametrize("sink", ["tensorbord", "prometheus:x"])
+def test_an_unknown_sink_is_refused_before_anything_is_made(plan: Path, sink: str) -> None:
+    before = sorted(plan.parent.iterdir())
+    with pytest.raises(InputError, match=f"metrics: found '{sink}'; expected"):
+        spec_of(plan, metrics=(sink,))
+    assert sorted(plan.parent.iterdir()) == before
+
+
 def test_the_even_split_runs_in_the_same_mode(plan: Path) -> None:
     spec = spec_of(plan, even=True)
     assert [rank.batch for rank in spec.ranks] == [3, 3, 2]
