@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from pyps.store.staging import StagingBuffer
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import ThrottledSpan
+
+SUM = 2  # torch's number of this reduction
 
 
 @dataclass(slots=True)
@@ -118,5 +121,10 @@ class Step:
 
 
 def number_of(loss: Any) -> float | None:
-    """A loss as a number; None stays None."""
-    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
+    """A loss as a number; None stays None. Called by what a script calls: warns there of torch's sums."""
+    if not isinstance(loss, torch.Tensor):
+        return None if loss is None else float(loss)
+    if getattr(loss.grad_fn, "_saved_reduction", None) == SUM:
+        found = 'the loss given to step() is a sum over the batch (reduction="sum")'
+        warnings.warn(f"{found}: give backward() the mean, or larger batches count too much", stacklevel=3)
+    return float(loss.detach())

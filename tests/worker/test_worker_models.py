@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,20 @@ def test_a_restarted_rank_0_goes_on_where_it_was(shm: Path) -> None:
 def test_others_wait_for_rank_0_but_not_for_ever(shm: Path) -> None:
     with join("absent", 1) as worker, pytest.raises(SegmentNotFound):
         worker.attach(make_model(), timeout=0.05)
+
+
+@pytest.mark.parametrize(("reduction", "said"), [("sum", 18), ("mean", 0)])
+def test_a_sum_in_the_place_of_a_mean_is_said(worker: Worker, reduction: str, said: int) -> None:
+    model = torch.nn.Linear(6, 2).to(DEVICE)
+    worker.attach(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for x, y in worker.batches((X, Y)):
+            loss = torch.nn.functional.mse_loss(model(x), y, reduction=reduction)
+            backward(loss)
+            worker.step(loss)
+    sums = [one for one in found if "is a sum over the batch" in str(one.message)]
+    assert [one.filename for one in sums] == [__file__] * said
 
 
 def test_misuse_is_said(worker: Worker) -> None:
