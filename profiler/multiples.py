@@ -14,12 +14,14 @@ import numpy as np
 from pyps.formats import Fit, Profile
 from pyps.profiler.fit import medians_of, point_seconds
 from pyps.profiler.select import fit_of, select_fit, usual_noise
+from pyps.profiler.statistics import spread
 
 MULTIPLES = 32, 16, 8
 LEAST = MULTIPLES[-1]
 OFF_AT_LEAST = 1.05  # times as long off the multiples that proves them
 LEAST_SIZES = 3  # two multiples, and one off these
 CERTAIN, EACH = 3.0, 1.5  # standard errors that sizes off the multiples have to be apart, and each of them
+BEYOND = 1.5  # times the spread of a size's own steps and of those at the multiples next to it
 SHAPE_ERROR = 0.1  # of the log of a time, by the log of the distance from the nearest multiple measured
 
 
@@ -40,6 +42,8 @@ def shown_multiple(profile: Profile) -> int | None:
     if len({point.batch for point in profile.points}) < LEAST_SIZES:
         return None
     batches, seconds = medians_of([(p.batch, s) for p in profile.points for s in point_seconds(p)])
+    each = {point.batch: spread(point_seconds(point)) for point in profile.points}
+    spreads = np.array([each[int(batch)] for batch in batches])
     for multiple in MULTIPLES:
         on = batches % multiple == 0
         first, last = batches[on].min(initial=np.inf), batches[on].max(initial=0)
@@ -51,7 +55,8 @@ def shown_multiple(profile: Profile) -> int | None:
         ratios = np.log(seconds[inside] / np.interp(batches[inside], batches[on], seconds[on]))
         apart = np.abs(np.log(batches[inside][:, None] / batches[on][None, :])).min(axis=1)
         errors = np.hypot(math.sqrt(2) * usual_noise(profile.points), SHAPE_ERROR * apart)
-        least = np.maximum(math.log(OFF_AT_LEAST), EACH * errors)
+        wide = np.maximum(spreads[inside], np.interp(batches[inside], batches[on], spreads[on]))
+        least = np.maximum(np.maximum(math.log(OFF_AT_LEAST), EACH * errors), BEYOND * wide)
         mean_error = math.hypot(*errors) / len(errors)
         if (ratios >= least).all() and ratios.mean() >= CERTAIN * mean_error:
             return multiple

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
+
 SIGMA_PER_MAD = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a normal sample's median over that of its mean
 
@@ -24,3 +26,9 @@ def median_and_error(values: Sequence[float]) -> tuple[float, float]:
 def robust_sigma(values: Sequence[float], middle: float) -> float:
     """The standard deviation about `middle`, from the median absolute deviation."""
     return SIGMA_PER_MAD * median(abs(value - middle) for value in values)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The interquartile range, relative to the median; 0 for a single value."""
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return float((high - low) / middle)

@@ -14,6 +14,7 @@ from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.plot import describe_fit
 from pyps.profiler.points_csv import long_step
 from pyps.profiler.select import fit_of
+from pyps.profiler.statistics import spread
 
 BAR_COLUMNS = 48
 BUSY, POOR = 0.2, 0.1  # relative limits: spread of a batch's times, error at batches left out
@@ -47,9 +48,7 @@ def show_profile(profile: Profile, *, bars: bool = False) -> None:
 
 
 def _spread(point: Point) -> float:
-    """The interquartile range, relative to the median; 0 for a single time."""
-    low, median, high = np.percentile(point_seconds(point), [25, 50, 75])
-    return float((high - low) / median)
+    return spread(point_seconds(point))
 
 
 def _parts(profile: Profile) -> Table:

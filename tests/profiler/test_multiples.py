@@ -39,6 +39,19 @@ def test_what_scatters_is_no_proof() -> None:
     assert not any(shown_multiple(device(ladder(256), 1, 0.3, seed)) for seed in range(20))
 
 
+def test_a_difference_within_the_spread_of_the_steps_is_no_proof() -> None:
+    """Many steps of each size make the medians certain; other sizes in other minutes differ as much."""
+    times = {8: 0.05, 16: 0.08, 32: 0.14, 63: 0.274, 64: 0.254, 128: 0.5}
+
+    def measured(wide: float) -> Profile:
+        steps = {b: [s * (1 + wide * (k - 15) / 30) for k in range(31)] for b, s in times.items()}
+        points = [Point(batch=b, seconds=one) for b, one in steps.items()]
+        return Profile(device=Device(name="d"), model=ModelInfo(name="m"), points=points)
+
+    assert shown_multiple(measured(0.18)) is None  # a spread of 9 %
+    assert shown_multiple(measured(0.02)) == 8
+
+
 def test_sizes_off_the_multiples_are_left_out_of_a_curve_for_multiples() -> None:
     profile = device(ladder(256), 8)
     kept = at_multiple(profile, 16)
