@@ -75,7 +75,7 @@ def _groups(
     for (name, batch), places in found.items():
         first = places[0]
         waits = slowest - plan.workers[first].predicted_seconds
-        delays = waits <= NEGLIGIBLE * slowest or priced.share[first] > NEGLIGIBLE
+        delays = waits <= NEGLIGIBLE * slowest
         groups.append(
             GroupExplanation(
                 name=name,

@@ -71,6 +71,12 @@ def test_what_binds_is_named_and_priced() -> None:
         assert words in found.verdict
 
 
+def test_one_that_waits_for_others_holds_nobody_up() -> None:
+    """Whole samples make it wait, though all three share the price of one more."""
+    _, found = explained(case(11, [{"name": "like", "count": 3}]), profile(0.1))
+    assert [(g.batch, g.binds) for g in found.groups] == [(4, "holds the others up"), (3, "waits")]
+
+
 def test_a_worker_that_no_batch_fits_is_named() -> None:
     groups = [{"name": "fast"}, {"name": "wide", "min_batch": 300}]
     _, found = explained(case(200, groups), profile(0.1), profile(0.1))
