@@ -158,7 +158,7 @@ def read_noise(path: str | os.PathLike[str]) -> GradientNoiseRecord:
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Reads and checks a cluster file (TOML), and resolves the paths of its profiles, which must exist.
+    """Reads and checks a cluster file (TOML), and resolves the paths of its profiles, which must be some.
 
     Of a goodput table that names a run's noise, the numbers are that run's, unless the table has its own.
     Raises InputError.
@@ -171,8 +171,19 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         profile = Path(path).parent / group.profile
         if not profile.is_file():
             raise InputError(where, f"worker[{k}].profile", f"no file at {profile}", "the path of a profile")
+        if all(group.profile != str(profile) for group in groups):
+            _check_schema(profile, where, f"worker[{k}].profile")
         groups.append(msgspec.structs.replace(group, profile=str(profile)))
     return msgspec.structs.replace(cluster, worker=groups, goodput=_with_noise(path, cluster.goodput))
+
+
+def _check_schema(profile: Path, where: str, field: str) -> None:
+    """Raises InputError, naming the cluster file and its field too, if a file is no profile."""
+    try:
+        read_json(profile, PROFILE_SCHEMA)
+    except InputError as error:
+        found = ": ".join(filter(None, (error.where, error.field, error.found)))
+        raise InputError(where, field, found, error.expected) from None
 
 
 def _with_noise(path: str | os.PathLike[str], goodput: GoodputInfo | None) -> GoodputInfo | None:

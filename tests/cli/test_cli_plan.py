@@ -163,7 +163,10 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(
     ("content", "field"),
     [
         (b"", "damaged JSON"),
-        (b'{"schema": "pyps.profile/9"}', "schema: found 'pyps.profile/9'"),
+        (
+            b'{"schema": "pyps.profile/9"}',
+            "cluster.toml: worker[0].profile: found m40.json: schema: 'pyps.profile/9'; expected",
+        ),
         (b"\xff\xfe\x00", "UTF-8"),
         (b'{"schema": "pyps.profile/1", "points": [{"batch": 1}]}', "points[0].seconds"),
     ],
