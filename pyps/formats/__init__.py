@@ -166,7 +166,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     where = str(path)
     raw = read_toml(path, "a cluster file")
     cluster = typed(where, raw, Cluster, check_cluster)
-    groups = []
+    groups: list[WorkerGroup] = []
     for k, group in enumerate(cluster.worker):
         profile = Path(path).parent / group.profile
         if not profile.is_file():
