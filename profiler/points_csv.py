@@ -68,7 +68,7 @@ def import_points(
     for field, value in given.items():
         if value is not None and not 1 <= value <= most[field]:
             raise InputError("import", field, str(value), f"a whole number from 1 to {most[field]}")
-    rows = list(_read_rows(where, read_text(where).removeprefix("\ufeff")))
+    rows = list(_read_rows(where, read_text(where)))
     by_batch: dict[int, list[_Row]] = {}
     for row in rows:
         by_batch.setdefault(row.batch, []).append(row)

@@ -154,8 +154,12 @@ def measure(
     for (name, _), files in zip(targets, places, strict=True):
 
         def at(sizes: list[int] | None, most: int | None, name: str = name) -> Profile:
-            with _progress(name) as advance:
-                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
+            try:
+                with _progress(name) as advance:
+                    return measured(device=name, batches=sizes, max_batch=most, progress=advance)
+            except KeyboardInterrupt:
+                note("interrupted: nothing of this measurement was written")
+                raise
 
         path = files[0] if cluster is not None else None
         known = read_profile(path) if path is not None and path.exists() else None
@@ -315,15 +319,21 @@ def _left(gone: float, most: float) -> str:
 
 
 def _finish(profile: Profile, output: Path | None, plot: Path | None, as_json: bool) -> None:
-    """Writes the profile and its picture, and prints the table or the JSON."""
-    if output is not None:
-        write_json(output, profile)
-    if plot is not None:
-        plot_profile(profile, plot)
-    if as_json:
-        sys.stdout.write(encode(profile).decode())
-    else:
-        show_profile(profile)
-    for path in (output, plot):
-        if path is not None:
+    """Writes the profile and its picture, and prints the table or the JSON; names what was written, also
+    where the rest fails.
+    """
+    written: list[Path] = []
+    try:
+        if output is not None:
+            write_json(output, profile)
+            written.append(output)
+        if plot is not None:
+            plot_profile(profile, plot)
+            written.append(plot)
+        if as_json:
+            sys.stdout.write(encode(profile).decode())
+        else:
+            show_profile(profile)
+    finally:
+        for path in written:
             note(f"wrote {path}")

@@ -119,7 +119,9 @@ def read_struct(path: str | os.PathLike[str], kind: type[T], expected: str) -> T
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The UTF-8 text of a file. Raises InputError if it is unreadable or larger than MAX_FILE_BYTES."""
+    """The UTF-8 text of a file, without a byte order mark. Raises InputError if it is unreadable or larger
+    than MAX_FILE_BYTES.
+    """
     where = str(path)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -133,7 +135,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise InputError(where, "", f"more than {MAX_FILE_BYTES} bytes", "a smaller file")
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InputError(where, "", found, "UTF-8 text") from None

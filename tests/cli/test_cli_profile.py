@@ -13,6 +13,7 @@ import pytest
 import pyps.cli.profile as command
 from pyps.cli import main_profile
 from pyps.cli.profile_files import merged_profile
+from pyps.errors import InputError
 from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_profile
 
 pytestmark = pytest.mark.slow
@@ -263,8 +264,26 @@ def test_an_interrupt_leaves_the_old_profile_alone(shell: Shell, monkeypatch: py
     monkeypatch.setattr(command, "profile_model", interrupted)
     done = shell("mlp", "-o", "p.json")
     assert done.code != 0
+    assert "interrupted: nothing of this measurement was written" in done.err
     assert Path("p.json").read_text() == "the old one"
     assert files() == ["p.json"]
+
+
+def test_what_was_written_is_said_where_the_picture_fails(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("points.csv").write_text(CSV)
+
+    def full(*_: object) -> None:
+        raise InputError("p.png", "", "no space left on device", "a place to write to")
+
+    monkeypatch.setattr(command, "plot_profile", full)
+    done = shell("import", "points.csv", "-o", "p.json")
+    assert (done.code, files()) == (2, ["p.json", "points.csv"])
+    assert done.err.splitlines() == [
+        "wrote p.json",
+        "pyps-profile: p.png: found no space left on device; expected a place to write to",
+    ]
 
 
 # What is done with profiles that are there.

@@ -108,8 +108,9 @@ def test_a_smallest_batch_may_take_the_micro_batches_of_the_run(folder: Path, ru
         read_cluster(folder / "c.toml")
 
 
-def test_cluster_is_read_with_its_defaults_and_resolved_profiles(folder: Path) -> None:
-    (folder / "c.toml").write_text(CLUSTER)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_cluster_is_read_with_its_defaults_and_resolved_profiles(folder: Path, mark: str) -> None:
+    (folder / "c.toml").write_text(mark + CLUSTER)
     cluster = read_cluster(folder / "c.toml")
     assert cluster.job.global_batch == 768
     assert [group.profile for group in cluster.worker] == [str(folder / "p.json")] * 2
