@@ -42,7 +42,7 @@ class Screen:
         self._tracebacks = Tracebacks()
         self._flush_at = 0.0
         self._began = self._next_line = time.monotonic()
-        self._stalled = False
+        self._stalled = self._ended = False  # as the last line says
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +73,11 @@ class Screen:
             self._flush()
             self._area.draw(rows(now, self._errors.width))
             return
-        stalled = bool(now.stalled)
+        stalled, ended = bool(now.stalled), 0 < now.requested <= now.samples
+        if ended and self._ended:
+            return
         if time.monotonic() >= self._next_line or stalled != self._stalled:
-            self._stalled = stalled
+            self._stalled, self._ended = stalled, ended
             self._print_line(now)
 
     def _print_line(self, now: RunProgress) -> None:

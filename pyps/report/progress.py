@@ -173,10 +173,18 @@ class Tracker:
         return self._global_batch * (last - first) / usual / seconds
 
     def _usual_seconds(self) -> float | None:
-        """For one global batch, between the first and the last arrival of the window."""
-        times = [t for t, _ in self._arrivals]
-        counted = sum(n for t, n in self._arrivals if t > min(times))
-        return (max(times) - min(times)) * self._global_batch / counted if counted else None
+        """For one global batch, between the ends of the window's first one and of its last one."""
+        ends: list[tuple[float, int]] = []  # of each global batch: when, with how many samples until then
+        counted = batches = 0
+        for end, samples in sorted(self._arrivals):
+            counted += samples
+            if counted // self._global_batch > batches:
+                batches = counted // self._global_batch
+                ends.append((end, counted))
+        if len(ends) < 2:
+            return None
+        (began, before), (ended, after) = ends[0], ends[-1]
+        return (ended - began) * self._global_batch / (after - before)
 
     def _loss(self) -> float | None:
         """The mean over the last global batch's samples whose loss was recorded."""

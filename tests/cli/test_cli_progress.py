@@ -158,6 +158,15 @@ def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines == [f"12,800 of 25,600 samples (50%), {FIGURES}"] * 2
 
 
+def test_the_end_is_one_line_however_slowly_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.cli.progress.LINE_SECONDS", (0.0, 0.0, 0.0))
+    out = io.StringIO()
+    with Screen(quiet_stdout=True, errors=Console(file=out, force_terminal=False)) as screen:
+        for samples in (3, 5, 6, 6, 6):
+            screen.progress(RunProgress(samples, 6, 1, 30.0, 1))
+    assert [line.split(" of")[0] for line in out.getvalue().splitlines()] == ["3", "5", "6"]
+
+
 def test_a_stall_is_a_line_at_once() -> None:
     out = io.StringIO()
     with Screen(quiet_stdout=True, errors=Console(file=out, force_terminal=False)) as screen:

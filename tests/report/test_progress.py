@@ -60,6 +60,17 @@ def test_a_run_that_goes_on_is_measured_from_then_on() -> None:
     assert now.iteration_seconds == pytest.approx(2.0)
 
 
+def test_the_first_rate_is_of_whole_rounds() -> None:
+    """The ranks of a round end one after another."""
+    later = [
+        msgspec.structs.replace(r, spans=[(kind, b, e + 0.01 * r.rank) for kind, b, e in r.spans])
+        for r in rounds(0, 2)
+    ]
+    tracker = Tracker(SETUP, 0.0)
+    assert tracker.update(later[:3], None, now=4.0).iteration_seconds is None
+    assert tracker.update(later[3:], None, now=4.1).iteration_seconds == pytest.approx(2.0)
+
+
 def test_the_rate_of_a_run_that_has_ended_stays() -> None:
     tracker = Tracker(SETUP, 0.0)
     assert tracker.update(rounds(0, 6), None, now=60.0).stalled
