@@ -31,7 +31,7 @@ OUT_OF_MEMORY = "DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALL
 TRAINING = "training step"  # what failed, in an error
 PARTS = ("data", "forward", "backward", "optimizer")
 PROC_SELF = Path("/proc/self")
-Shapes = list[tuple[int, ...]]
+BatchShapes = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _TaskStepper:
         self._dtype = {None: None, "bf16": torch.bfloat16, "f16": torch.float16}[options.autocast]
         scales = options.autocast == "f16" and device.type == "cuda"
         self._scaler: Any = torch.amp.GradScaler(device.type, enabled=scales)
-        self._shapes: dict[int, Shapes] = {}  # of batches of two or more samples, where they are known
+        self._shapes: dict[int, BatchShapes] = {}  # of batches of two or more samples, where they are known
 
     def prepare(self, batch: int) -> Any:
         """(inputs, targets) on the device. Raises InputError if make_batch fails, or makes the same of
@@ -308,7 +308,7 @@ def _pieces(data: Any, count: int) -> list[Any]:
     return [tree_unflatten(list(piece), structure) for piece in zip(*chunks, strict=True)]
 
 
-def _shapes_of(data: Any) -> Shapes | None:
+def _shapes_of(data: Any) -> BatchShapes | None:
     """The shapes of a batch's tensors; None where it has something else, or the first one has no rows."""
     import torch
     from torch.utils._pytree import tree_leaves
