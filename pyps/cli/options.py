@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from msgspec import Meta
+from typer.core import TyperCommand
 
 from pyps.formats import RunTable
 from pyps.formats.options import declared
@@ -20,6 +21,36 @@ from pyps.formats.options import declared
 PLAIN = (bool, int, float, str, Path)  # types that the command line reads; of others it takes the text
 PLANNED = (*RunTable.__struct_fields__, "micro_batch")  # as the plan says, where they are not given
 Command = Callable[..., None]
+
+
+class NamesValue(TyperCommand):
+    """A command whose errors name the value that an option was given, which typer's own may leave out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except Exception as error:
+            names = getattr(getattr(error, "param", None), "opts", ())
+            for k, word in enumerate(given):
+                name, _, value = word.partition("=")
+                value = value or "".join(given[k + 1 : k + 2])
+                if name in names and repr(value) not in getattr(error, "message", ""):
+                    error.message = f"found {value!r}: {error.message}"  # type: ignore[attr-defined]
+            raise
+        return rest
+
+
+class _Short(typer.Context):
+    @property
+    def command_path(self) -> str:
+        return super().command_path if self.parent is None else self.parent.command_path
+
+
+class DefaultCommand(NamesValue):
+    """What a program does where no command is named; usage and errors show the short form."""
+
+    context_class = _Short
 
 
 def with_options(

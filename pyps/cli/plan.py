@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from pyps.cli.options import with_options
+from pyps.cli.options import DefaultCommand, with_options
 from pyps.cli.outputs import (
     PLAN_PICTURES,
     check_folder,
@@ -57,13 +57,6 @@ class _FileOrCommand(TyperGroup):
             args = ["plan", *args]
         rest: list[str] = super().parse_args(ctx, args)
         return rest
-
-
-class _Plan(TyperCommand):
-    """The default command; its usage line shows the short form."""
-
-    def get_usage(self, ctx: Any) -> str:
-        return super().get_usage(ctx).replace(" plan ", " ", 1)
 
 
 app = typer.Typer(
@@ -139,7 +132,7 @@ CurvesFolder = Annotated[
 ]
 
 
-@app.command("plan", cls=_Plan)
+@app.command("plan", cls=DefaultCommand)
 @with_options(RunTable, unset="")
 def plan_command(
     cluster: ClusterFile,

@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from pyps.cli import profile_files
+from pyps.cli.options import DefaultCommand, NamesValue
 from pyps.cli.outputs import check_picture, check_writable, not_an_input, not_twice
 from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
 from pyps.cli.profile_views import note, show_profile
@@ -41,13 +42,6 @@ class _ModelOrCommand(TyperGroup):
             args = ["measure", *(args or ["--help"])]
         rest: list[str] = super().parse_args(ctx, args)
         return rest
-
-
-class _Measure(TyperCommand):
-    """The default command; its usage line shows the short form."""
-
-    def get_usage(self, ctx: Any) -> str:
-        return super().get_usage(ctx).replace(" measure ", " ", 1)
 
 
 app = typer.Typer(
@@ -106,7 +100,7 @@ JsonProfile = Annotated[
 ]
 
 
-@app.command("measure", cls=_Measure)
+@app.command("measure", cls=DefaultCommand)
 def measure(
     model: ModelName,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
@@ -171,7 +165,7 @@ def measure(
         _finish(profile, *files, as_json)
 
 
-@app.command("import")
+@app.command("import", cls=NamesValue)
 def import_csv(
     csv_file: Annotated[
         Path, typer.Argument(metavar="CSV", show_default=False, help="Rows with the header batch,seconds.")
