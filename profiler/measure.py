@@ -34,6 +34,7 @@ from pyps.profiler.stepper import (
     make_stepper,
     resolve_device,
 )
+from pyps.profiler.throttle import Throttle
 from pyps.tasks.by_name import load_task
 from pyps.tasks.task import TrainingTask, require_torch
 
@@ -111,7 +112,9 @@ def profile_model(
 
 
 def _point_of(stepper: Stepper, probe: Probe, seconds: list[float], budget: Budget) -> Point:
-    parts = time_parts(stepper, probe.batch, budget, float(np.median(seconds)))
+    """The point of a size; without the parts of a step where a throttle makes up the time."""
+    median, throttled = float(np.median(seconds)), _throttle_of(stepper) is not None
+    parts = None if throttled else time_parts(stepper, probe.batch, budget, median)
     return Point(batch=probe.batch, seconds=seconds, peak_bytes=probe.peak_bytes, parts=parts)
 
 
@@ -182,7 +185,9 @@ def time_in_rounds(
         shuffle(order)
         wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
-            parts = sum(costs.values()) / 2  # one run of each size's
+            parts = (
+                sum(costs.values()) / 2 if _throttle_of(stepper) is None else 0.0
+            )  # one run of each size's
             if seconds[batch] and not budget.allows(costs.get(batch, 0.0) + parts):
                 scarce += number < repeats
                 continue
@@ -250,8 +255,12 @@ def _largest(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequenc
     return max_batch if max_batch is not None and everything_ran else largest
 
 
+def _throttle_of(stepper: Stepper) -> Throttle | None:
+    return getattr(stepper, "throttle", None)
+
+
 def _report_overrun(stepper: Stepper, notify: Notify) -> None:
-    throttle = getattr(stepper, "throttle", None)
+    throttle = _throttle_of(stepper)
     if throttle is not None and throttle.overruns:
         notify(
             f"{throttle.overruns} of {throttle.spans} throttled steps took longer than their target, "

@@ -186,6 +186,7 @@ def test_a_throttled_profile_is_slower_and_says_so() -> None:
     def quickest(factor: float) -> float:
         profile = profile_model("digits_mlp", batches=[1, 1024], repeats=5, throttle=factor, threads=1)
         assert (profile.device.emulated, profile.device.throttle) == (True, factor)
+        assert not any(point.parts for point in profile.points)  # a throttle's wait is no part of a step
         return min(point_seconds(profile.points[-1]))
 
     assert quickest(8.0) > 3.0 * quickest(1.0)
