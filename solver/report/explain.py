@@ -109,7 +109,9 @@ def _verdict(
     """The explanation in one paragraph."""
     one = plan.unit.removesuffix("s")
     sentences = [_time_sentence(plan)]
-    holders = [group for group in groups if group.binds == "holds the others up"]
+    # Those that wait for whole samples alone set the pace too: more of the batch would be theirs as well.
+    paced = [g for g in groups if g.binds == "waits" and g.share > NEGLIGIBLE]
+    holders = [group for group in groups if group.binds == "holds the others up" or group in paced]
     if holders:
         several = len(holders) > 1 or holders[0].workers > 1
         sentences.append(f"{_names(holders)} {'set' if several else 'sets'} the pace.")
