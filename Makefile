@@ -1,4 +1,4 @@
-# Every command works from a fresh clone with python3 (and its venv module), a C compiler and make.
+# Every command works from a fresh clone with python3 (and its venv module and headers), a C compiler and make.
 #
 #   make demo      four unlike devices, profiled, planned and trained; the results go to demo-out/
 #   make test      lint, then the tests: at most 8 minutes on 2 cores
@@ -185,6 +185,8 @@ INSTALL := $(PY) csrc/packaging/install.py
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON); pyps needs Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $$($(PYTHON) --version) is too old; pyps needs Python 3.11 or newer (make PYTHON=...)" >&2; exit 2; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo "make: $(PYTHON) has no Python.h, which the C core needs; Debian has it in python3-dev" >&2; exit 2; }
 	@echo "installing torch and the solvers into .venv, once: about a minute"
 	@$(PYTHON) -m venv .venv
 	@$(INSTALL) demo
