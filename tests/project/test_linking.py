@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test buil
 
 ROOT = Path(__file__).resolve().parents[2]
 STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+NEEDS_CXX = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +55,21 @@ def declared() -> set[str]:
     return set(re.findall(r"PYPS_API [^;(]*?(pyps_\w+)\(", text))
 
 
-def test_the_header_stands_alone(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "standard", "suffix"),
+    [("cc", "c11", "c"), pytest.param("g++", "c++17", "cpp", marks=NEEDS_CXX)],
+)
+def test_the_header_stands_alone(
+    environment: dict[str, str], tmp_path: Path, compiler: str, standard: str, suffix: str
+) -> None:
     (include,) = ask(environment, "--includedir")
     assert include.startswith(environment["PYTHONPATH"])
-    for compiler, standard, suffix in (("cc", "c11", "c"), ("c++", "c++17", "cpp")):
-        source = tmp_path / f"alone.{suffix}"
-        source.write_text("#include <pyps.h>\nint main(void) { return pyps_abi_version() != PYPS_ABI; }\n")
-        flags = ask(environment, "--cflags", "--libs")
-        program = str(tmp_path / suffix)
-        run(environment, compiler, f"-std={standard}", *STRICT, str(source), *flags, "-o", program)
-        run(environment, program)
+    source = tmp_path / f"alone.{suffix}"
+    source.write_text("#include <pyps.h>\nint main(void) { return pyps_abi_version() != PYPS_ABI; }\n")
+    flags = ask(environment, "--cflags", "--libs")
+    program = str(tmp_path / suffix)
+    run(environment, compiler, f"-std={standard}", *STRICT, str(source), *flags, "-o", program)
+    run(environment, program)
 
 
 def test_exactly_the_header_is_exported(environment: dict[str, str]) -> None:
@@ -77,7 +83,7 @@ def test_exactly_the_header_is_exported(environment: dict[str, str]) -> None:
     assert f"Library soname: [libpyps.so.{abi}]" in dynamic, "a program of another ABI would still start"
 
 
-@pytest.mark.parametrize(("example", "policy"), [("c", "bsp"), ("cpp", "asp")])
+@pytest.mark.parametrize(("example", "policy"), [("c", "bsp"), pytest.param("cpp", "asp", marks=NEEDS_CXX)])
 def test_the_examples_train(
     environment: dict[str, str], shm: Path, tmp_path: Path, example: str, policy: str
 ) -> None:
@@ -150,7 +156,7 @@ def test_pkg_config_finds_it(environment: dict[str, str], tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
-@pytest.mark.parametrize("example", ["c", "cpp"])
+@pytest.mark.parametrize("example", ["c", pytest.param("cpp", marks=NEEDS_CXX)])
 def test_cmake_finds_it(environment: dict[str, str], tmp_path: Path, example: str) -> None:
     folder = copied(example, tmp_path)
     (config,) = ask(environment, "--cmakedir")
