@@ -71,10 +71,9 @@ def profile_model(
     cpu or cuda:N. max_batch: the end of a ladder of sizes; without it the ladder ends where memory or
     max_step_seconds do. batches: exactly these sizes. repeats: least timed steps of each size. throttle:
     emulates a device that many times slower. threads: torch's threads meanwhile. options: how a step is
-    taken. memory_budget: bytes that a step may use, if less than what is free. seconds: of wall time for all
-    of it; two sizes are timed once in any case. notify: gets sentences on what limits the result. progress:
-    gets (seconds gone, seconds at most). Raises InputError for a wrong argument, model or device, PypsError
-    without torch or scipy.
+    taken. memory_budget: bytes for a step, if less than are free. seconds: of wall time; two sizes are
+    timed once in any case. notify: gets what limits the result. progress: gets (seconds gone, seconds at
+    most). Raises InputError for a wrong argument, model or device, PypsError without torch or scipy.
     """
     budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
@@ -185,9 +184,8 @@ def time_in_rounds(
         shuffle(order)
         wanted = [b for b in order if number < repeats or median_and_error(seconds[b])[1] > MEDIAN_ERROR]
         for batch in wanted:
-            parts = (
-                sum(costs.values()) / 2 if _throttle_of(stepper) is None else 0.0
-            )  # one run of each size's
+            # One run of each size's; under a throttle they are not timed.
+            parts = sum(costs.values()) / 2 if _throttle_of(stepper) is None else 0.0
             if seconds[batch] and not budget.allows(costs.get(batch, 0.0) + parts):
                 scarce += number < repeats
                 continue

@@ -148,12 +148,8 @@ def measure(
     for (name, _), files in zip(targets, places, strict=True):
 
         def at(sizes: list[int] | None, most: int | None, name: str = name) -> Profile:
-            try:
-                with _progress(name) as advance:
-                    return measured(device=name, batches=sizes, max_batch=most, progress=advance)
-            except KeyboardInterrupt:
-                note("interrupted: nothing of this measurement was written")
-                raise
+            with _progress(name) as advance:
+                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
 
         path = files[0] if cluster is not None else None
         known = read_profile(path) if path is not None and path.exists() else None
@@ -282,6 +278,17 @@ def _output_files(
 
 @contextmanager
 def _progress(device: str) -> Iterator[Callable[[float, float], None]]:
+    """Shows how far the timing is, and says of an interrupt that nothing is written."""
+    try:
+        with _shown(device) as update:
+            yield update
+    except KeyboardInterrupt:
+        note("interrupted: nothing of this measurement was written")
+        raise
+
+
+@contextmanager
+def _shown(device: str) -> Iterator[Callable[[float, float], None]]:
     """Shows how far the timing is on stderr: a bar on a terminal, else lines; yields the update function."""
     console = terminal(stderr=True)
     if not console.is_terminal:

@@ -393,11 +393,10 @@ class LinkSession:
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
         fields["base_params"] = self._pulled.base(header.base_version) if header.samples else None
-        if self._in_round is not None:  # its gradient is there
-            pass
-        elif header.samples and header.ranges is not None:
+        brings = header.samples and self._in_round is None  # else its gradient is there
+        if brings and header.ranges is not None:
             fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
-        elif header.samples:
+        elif brings:
             self._fill(self._staging, codec, numbers)
         request = PushRequest(**fields | {"staging": self._staging}, encoded=codec is not Codec.F32)
         try:
