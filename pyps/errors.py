@@ -65,22 +65,10 @@ class CoreMissing(PypsError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds what an extra of pyproject.toml has, from where this package was installed.
+    """Return the command that adds what an extra of pyproject.toml has, from where this was installed."""
+    from pyps_commands import installed_from
 
-    That is a clone, a wheel, or the registry; pip has noted which (PEP 610).
-    """
-    import json
-    from importlib.metadata import PackageNotFoundError, distribution
-    from urllib.parse import unquote, urlsplit
-
-    source = "pyps-train"
-    try:
-        noted = distribution(source).read_text("direct_url.json")
-    except PackageNotFoundError:
-        noted = None
-    if noted and (url := json.loads(noted).get("url", "")).startswith("file://"):
-        source = unquote(urlsplit(url).path)
-    return f"pip install '{source}[{extra}]'"
+    return f"pip install '{installed_from()}[{extra}]'"
 
 
 def needed(module: str, extra: str) -> Any:

@@ -134,6 +134,8 @@ def _overview() -> typer.Typer:
     def print_version(wanted: bool) -> None:
         if wanted:
             print(importlib.import_module("importlib.metadata").version("pyps-train"))
+            for other in importlib.import_module("pyps_commands").others():
+                _complain("pyps", f"{other} is installed too, with files of the same names: pip uninstall it")
             raise typer.Exit
 
     printed = typer.Option(

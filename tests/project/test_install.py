@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import runpy
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import pyps_commands
 from pyps.errors import PypsError, how_to_install, needed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ def test_an_error_says_how_to_install(
             assert name == "direct_url.json"
             return noted
 
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    monkeypatch.setattr(pyps_commands, "distribution", lambda name: Installed())
     assert how_to_install("torch") == f"pip install '{source}[torch]'"
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.delitem(sys.modules, "scipy.optimize", raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import runpy
 import subprocess
@@ -89,10 +90,35 @@ def test_its_page_works_on_a_registry(wheel: Path, tmp_path: Path) -> None:
 
 def test_nothing_but_pyps_at_the_top(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names(wheel)}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"pyps"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pyps", "pyps_commands.py"}
     with zipfile.ZipFile(wheel) as archive:
         top_level = next(n for n in archive.namelist() if n.endswith("top_level.txt"))
-        assert archive.read(top_level).split() == [b"pyps"]
+        assert archive.read(top_level).split() == [b"pyps", b"pyps_commands"]
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_another_program_of_the_name(wheel: Path, tmp_path: Path, overwritten: bool) -> None:
+    """Registries have one. Installed after this it replaces pyps/__init__.py; before, it loses its own."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    other = tmp_path / "pyps-0.6.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: pyps\nVersion: 0.6.0\n")
+    (other / "RECORD").write_text("pyps/__init__.py,,\npyps/_des.py,,\n")
+    if overwritten:
+        (tmp_path / "pyps" / "__init__.py").write_text("from ._pyps import Connection\n")
+    command = [sys.executable, "-c", "import pyps_commands; pyps_commands.main()", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert len(done.stderr.splitlines()) == 1
+    assert "pyps 0.6.0" in done.stderr
+    assert "Traceback" not in done.stderr
+    if overwritten:
+        assert done.returncode == 2
+        assert "pip uninstall -y pyps; pip install --force-reinstall --no-deps" in done.stderr
+    else:
+        assert done.returncode == 0
+        assert re.fullmatch(r"[0-9.]+\n", done.stdout)
 
 
 def test_types_and_every_module_are_in_it(wheel: Path) -> None:
