@@ -77,6 +77,7 @@ lint: .venv/dev types
 types: .venv/dev
 	@rm -rf build/typed && mkdir -p build/typed/pyps
 	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
+	@ln -s $(CURDIR)/pyps_commands.py build/typed/
 	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
 
 bench: .venv/bench

@@ -98,6 +98,14 @@ def test_a_run_from_the_command_line(shm: Path, plan: Path, tmp_path: Path) -> N
     assert sum(e["ph"] == "X" and e["name"] == "compute" for e in trace["traceEvents"]) == 2 * ROUNDS
 
 
+def test_a_script_that_leaves_early_is_said(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """A script may do so: the run has finished, but not with all of its samples."""
+    options = options_for(plan, SAMPLES, tmp_path)
+    done = pyps_run(*options, script(tmp_path, within="if step == 4: break"))
+    assert done.returncode == 0, done.stderr
+    assert f"trained {4 * B} of {SAMPLES} samples: the script left its loop before the end" in done.stdout
+
+
 # -- What is refused before anything starts --
 
 
