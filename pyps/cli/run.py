@@ -264,6 +264,14 @@ def _milliseconds(seconds: float) -> str:
 
 def summary(report: Report) -> Iterator[str]:
     """The lines below the table."""
+    yield from _summary(report)
+    s = report.samples
+    if report.outcome == "finished" and s.left:
+        done = f"{s.trained + s.elsewhere:,} of {s.requested:,}"
+        yield f"trained {done} samples: the script left its loop before the end"
+
+
+def _summary(report: Report) -> Iterator[str]:
     times = report.iteration_seconds
     if not times.count:
         yield from report.advice

@@ -76,8 +76,9 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str]]:
         yield "planned step", f"{predicted * 1e3:,.1f} ms"
     if report.measured_over_predicted is not None:
         yield "measured over planned", f"{report.measured_over_predicted:.2f}"
-    trained, elsewhere = report.samples.trained, report.samples.elsewhere
-    yield "samples trained", f"{trained:,} of {trained + elsewhere:,}" if elsewhere else f"{trained:,}"
+    trained = report.samples.trained
+    whole = trained + report.samples.elsewhere + report.samples.left
+    yield "samples trained", f"{trained:,} of {whole:,}" if whole > trained else f"{trained:,}"
     if report.loss_last is not None:
         yield "last loss", f"{report.loss_last:.4g}"
     yield "time", f"{report.wall_seconds:,.1f} s"

@@ -116,6 +116,11 @@ class SampleCounts(msgspec.Struct, frozen=True):
     dropped: NonNegative
     elsewhere: NonNegative = 0
 
+    @property
+    def left(self) -> int:
+        """Samples that were requested, and that no rank has taken up."""
+        return max(0, self.requested - self.trained - self.elsewhere - self.skipped - self.dropped)
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A run; with --ranks its part on this machine.
@@ -207,7 +212,6 @@ def make_report(
     predicted = setup.predicted_iteration_seconds
     measured_over_predicted = times.median / predicted if predicted and times.count else None
     losses = loss_points(applied, setup.global_batch)
-    samples = _sample_counts(setup.samples, ranks, totals)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -222,7 +226,7 @@ def make_report(
         measured_over_predicted=measured_over_predicted,
         idle_share=idle_share(kept),
         versions=totals.versions or (applied[-1].version if applied else 0),
-        samples=samples,
+        samples=_sample_counts(setup.samples, ranks, totals),
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,
         error=error,
@@ -233,7 +237,6 @@ def make_report(
         short_rounds=short_rounds(applied, setup),
         stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
-            *(_left_early(samples) if outcome == "finished" else ()),
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
             *prediction_advice(measured_over_predicted, setup.ranks, ranks),
         ],
@@ -242,13 +245,6 @@ def make_report(
         undone=sum(event.pushes or 0 for event in events),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
-
-
-def _left_early(samples: SampleCounts) -> Iterator[str]:
-    """Say how many samples a script has left, where all of its processes ended well before the run's end."""
-    done = samples.trained + samples.elsewhere
-    if done + samples.skipped + samples.dropped < samples.requested:
-        yield f"trained {done:,} of {samples.requested:,} samples: the script left its loop before the end"
 
 
 def _sample_counts(requested: int, ranks: Sequence[RankReport], totals: StoreTotals) -> SampleCounts:
