@@ -1,87 +1,168 @@
-"""Micro-batches: a rank's batch, or a loader's, in the passes of a round, under DDP."""
+"""Micro-batches: a rank's batch, or a loader's, in the passes of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.torch.passes import Passes
+from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.schedule import micro_batches
-from pyps.torch.weighting import rows_of
+
+if TYPE_CHECKING:
+    from pyps.torch.global_mean import GlobalMean
 
 
 class MicroBatches:
-    """The loops over a round's passes, whose losses are plain means."""
+    """The loops over a step's passes, whose losses are plain means; only the last pass reduces."""
 
-    def __init__(self, ddp: DistributedDataParallel, passes: Passes) -> None:
-        self._ddp, self._passes = ddp, passes
+    def __init__(self, mean: GlobalMean) -> None:
+        self._mean = mean
 
-    def cut(self, batch: Any, parts: int) -> Iterator[Any]:
-        """Tensors of a batch in `parts` micro-batches, each ready for a forward and a backward pass."""
-        rows = rows_of(batch)
-        cuts = cuts_of(rows, parts)
-        parted = (rows_between(batch, rows, low, high) for low, high in cuts)
-        return self.passes(parted, len(cuts), of_one=True)
+    def cut(self, batch: Any, parts: int | Sequence[int] | None, most: int | None) -> Iterator[Any]:
+        """As GlobalMean.accumulate()."""
+        if (parts is None) == (most is None):
+            raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
+        rows, whole = samples_of(batch), isinstance(parts, Sequence)
+        if most is not None:
+            _check_number("most", most)
+            parts = max(1, -(-rows // most))
+            parts = self._largest(parts) if self._meets_in_passes() else parts
+        if isinstance(parts, Sequence):
+            self._check_alike("accumulate", parts)
+            parts = parts[dist.get_rank(self._mean.group)]
+        assert parts is not None
+        _check_number("parts", parts)
+        number = parts if not whole and self._meets_in_passes() else min(parts, rows)
+        cuts = micro_batches(0, rows, max(1, number))
+        cut(batch, rows, 0, 1)  # what cannot be cut is refused before the first pass
+        source = (cut(batch, rows, *(ends if ends[0] < ends[1] else (0, 1))) for ends in cuts)
+        return self._passes(source, len(cuts), whole, min(rows, len(cuts)))
 
-    def passes(self, source: Iterator[Any], count: int, of_one: bool = False) -> Iterator[Any]:
-        """`count` micro-batches out of a source, of one batch or of several; only the last backward pass
-        reduces.
-        """
-        number, is_over, begun, before = 0, False, self._passes.number, self._passes.managed
-        self._passes.managed = self._passes.in_round = True
-        self._passes.of_one = of_one
-        try:
-            for number, micro in enumerate(islice(source, count), 1):
-                with nullcontext() if number == count else self._ddp.no_sync():
-                    yield micro
-            is_over = number == count and not self._passes.is_pending
-        finally:
-            self._passes.managed, self._passes.of_one, self._passes.in_round = before, False, False
-            if not is_over and self._passes.number == begun:  # nothing was reduced
-                self._passes.forget()
-        check_round(number, count, is_over)
+    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
+        """As GlobalMean.rounds()."""
+        sampler = self._mean.sampler
+        if sampler is None:
+            raise InputError("rounds", "sampler", "None", "GlobalMean(model, sampler)")
+        parts = sampler.accumulations
+        self._check_alike("rounds", parts)
+        own, whole = parts[dist.get_rank(self._mean.group)], len(set(parts)) > 1
+        return self._rounds(loader, own, whole)
 
-    def rounds(self, loader: Any, count: int) -> Iterator[Iterator[Any]]:
-        """The passes of each round of a loader that gives `count` micro-batches a round."""
+    def _rounds(self, loader: Any, own: int, whole: bool) -> Iterator[Iterator[Any]]:
         source = iter(loader)
         for first in source:
-            passes = self.passes(chain([first], source), count)
+            passes = self._passes(chain([first], source), own, whole, own)
             yield passes
             if next(passes, None) is not None:
                 expected = "a loop over all of them"
                 raise InputError("rounds", "micro-batches of a round", "some that are left", expected)
 
+    def _passes(self, source: Iterator[Any], count: int, whole: bool, filled: int) -> Iterator[Any]:
+        """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
+        number, calls = 0, self._mean.calls
+        try:
+            for number, micro in enumerate(islice(source, count), 1):
+                self._mean.repeats(number > filled)
+                with ExitStack() as stack:
+                    for one in self._mean.models:
+                        stack.enter_context(one.micro_batch(number == count, whole))
+                    yield micro
+        finally:
+            self._mean.repeats(False)
+        if number < count:
+            raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
+        if self._mean.calls == calls:
+            found = "a last one without mean.backward(), which reduces the gradients of all"
+            raise InputError("accumulate", "micro-batches", found, "mean.backward() for each")
 
-def check_round(number: int, count: int, is_over: bool) -> None:
-    """Raise InputError for a round of so many micro-batches, out of `count`, that was not reduced."""
-    if number < count:
-        raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
-    if not is_over:
-        found = "a last one without backward(), which reduces the gradients of all"
-        raise InputError("accumulate", "micro-batches", found, "backward() for each")
+    def _meets_in_passes(self) -> bool:
+        """Whether ranks wait for each other within each pass."""
+        return any(not one.is_ddp for one in self._mean.models) or self._waits_in_layers()
+
+    def _waits_in_layers(self) -> bool:
+        layers = (layer for one in self._mean.models for layer in one.model.modules())
+        return any(isinstance(layer, UnevenSyncBatchNorm) for layer in layers)
+
+    def _check_alike(self, where: str, parts: Sequence[int]) -> None:
+        """Raise InputError where ranks would wait for a pass that does not come."""
+        if len(set(parts)) > 1 and self._waits_in_layers():
+            expected = "as many on every rank: UnevenSyncBatchNorm waits for all ranks in each"
+            raise InputError(where, "micro-batches", f"{tuple(parts)}", expected)
+
+    def _largest(self, own: int) -> int:
+        """Of all ranks."""
+        found = torch.tensor(own, device=self._mean.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mean.group)
+        return int(found)
 
 
-def cuts_of(rows: int, parts: int, most: int | None = None) -> list[tuple[int, int]]:
-    """Rows in `parts` ranges, or as many as there are rows, at least one: other ranks wait for a gradient.
-    Raises InputError for fewer parts than one.
+def samples_of(batch: Any) -> int:
+    """How many samples a batch has: the length of its first tensor, or list of samples.
+
+    Raises InputError for a batch without either.
     """
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise InputError("accumulate", "parts", repr(parts), "a whole number from 1")
-    return micro_batches(0, rows, max(1, min(parts, rows if most is None else most)))
+    found = next(_lengths(batch, top=True), None)
+    if found is None:
+        expected = "tensors with samples in the first dimension, or lists of samples"
+        raise InputError("accumulate", "batch", type(batch).__name__, expected)
+    return found
 
 
-def rows_between(batch: Any, rows: int, low: int, high: int) -> Any:
-    """Some rows of all tensors that have as many as the batch; anything else as it is."""
+def _lengths(batch: Any, top: bool = False) -> Iterator[int]:
+    if isinstance(batch, torch.Tensor):
+        if batch.dim():
+            yield len(batch)
+    elif isinstance(batch, dict):
+        for one in batch.values():
+            yield from _lengths(one)
+    elif isinstance(batch, tuple) or (isinstance(batch, list) and top and not _looks_like_samples(batch)):
+        for one in batch:
+            yield from _lengths(one)
+    elif isinstance(batch, list):
+        yield len(batch)
 
-    def cut(leaf: Any) -> Any:
-        whole = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-        return leaf[low:high] if whole else leaf
 
-    return tree_map(cut, batch)
+def _looks_like_samples(batch: list[Any]) -> bool:
+    """Whether a list has an entry for each sample, not one for each field: all are of one kind."""
+    kinds = {(one.dtype, one.dim()) if isinstance(one, torch.Tensor) else type(one) for one in batch}
+    return len(kinds) == 1 and not isinstance(batch[0], list | tuple)
+
+
+def cut(batch: Any, rows: int, low: int, high: int, name: str = "batch") -> Any:
+    """Some samples of a batch. Raises InputError for what has another number of them, and what may be both a
+    list of fields and one of samples.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        if len(batch) != rows:
+            raise InputError("accumulate", name, f"a first dimension of {len(batch)}", f"{rows}, the samples")
+        return batch[low:high]
+    if isinstance(batch, dict):
+        parts = {key: cut(one, rows, low, high, f"{name}[{key!r}]") for key, one in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)
+    if isinstance(batch, tuple):
+        fields = [cut(one, rows, low, high, f"{name}[{k}]") for k, one in enumerate(batch)]
+        return type(batch)(*fields) if hasattr(batch, "_fields") else tuple(fields)
+    if not isinstance(batch, list):
+        return batch
+    tensors = [one for one in batch if isinstance(one, torch.Tensor)]
+    as_fields = len(tensors) == len(batch) and all(one.dim() and len(one) == rows for one in tensors)
+    as_fields = as_fields or (name == "batch" and not _looks_like_samples(batch))
+    if as_fields and len(batch) == rows and _looks_like_samples(batch):
+        expected = "a tuple of fields, or samples in one tensor"
+        raise InputError("accumulate", name, f"a list of {rows} that may be fields or samples", expected)
+    if as_fields:
+        return [cut(one, rows, low, high, f"{name}[{k}]") for k, one in enumerate(batch)]
+    if len(batch) != rows:
+        raise InputError("accumulate", name, f"a list of {len(batch)}", f"one of {rows}, the samples")
+    return batch[low:high]
+
+
+def _check_number(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InputError("accumulate", name, repr(number), "a whole number from 1")

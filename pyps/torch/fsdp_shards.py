@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
+from pyps.torch.wrapped import Wrapped
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
-GradientWatch = Callable[[list[tuple[torch.Tensor, torch.Tensor]], bool], None]
 KEPT = (
     "reduce_grads",
     "all_reduce_grads",
@@ -47,12 +47,12 @@ class ShardedModules:
         known = all(hasattr(group, name) for group in self._groups for name in (*COLLECTIVE, *KEPT))
         if not self._groups or not known:
             raise InputError(
-                "weighted_hook", "torch", torch.__version__, "one whose FSDP2 is that of 2.11 to 2.13"
+                "GlobalMean", "torch", torch.__version__, "one whose FSDP2 is that of 2.11 to 2.13"
             )
         meshes = {group.mesh_info.mesh for group in self._groups}
         if len(meshes) > 1:
             found = ", ".join(map(str, meshes))
-            raise InputError("weighted_hook", "model", f"parts on different meshes: {found}", "one mesh")
+            raise InputError("GlobalMean", "model", f"parts on different meshes: {found}", "one mesh")
         self.mesh: Any = meshes.pop()
         self.device: torch.device = self._groups[0].device
 
@@ -61,10 +61,6 @@ class ShardedModules:
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
         group: dist.ProcessGroup = mesh.get_group()
         return group
-
-    def reduce_last(self, last: bool) -> None:
-        """Whether the next backward pass is the last one of a round; each of them reduces."""
-        self._model.set_is_last_backward(last)
 
     def stay_whole(self, last: bool) -> None:
         """The next pass finds parameters gathered if one was before; only the last one frees and reduces.
@@ -77,10 +73,6 @@ class ShardedModules:
         self._model.set_reshard_after_forward(False)
         self._model.set_reshard_after_backward(last)
         self._model.set_requires_gradient_sync(last)
-
-    def reduce_now(self) -> None:
-        """From now on each pass reduces."""
-        self._model.set_requires_gradient_sync(True)
 
     def forget_gradients(self) -> None:
         """Drop gradients that are not reduced, and whole parameters: model.zero_grad() would see these, and
@@ -97,13 +89,26 @@ class ShardedModules:
         """Raise InputError if a script lets gradients be divided by another number than that of ranks."""
         factors = {group.gradient_divide_factor for group in self._groups} - {None, ranks}
         if factors:
-            expected = "no call of it: the hook divides"
-            raise InputError("weighted_hook", "set_gradient_divide_factor()", f"{min(factors):g}", expected)
+            expected = "no call of it: GlobalMean weighs the gradients"
+            raise InputError("GlobalMean", "set_gradient_divide_factor()", f"{min(factors):g}", expected)
 
     def divide_evenly(self) -> None:
         """The next backward pass averages over ranks, whatever factor was set."""
         for group in self._groups:
             group.gradient_divide_factor = None
+
+    def reduces(self) -> bool:
+        """Whether the next backward pass reduces gradients over all ranks."""
+        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+
+    @contextmanager
+    def without_reducing(self) -> Iterator[None]:
+        """Within it, gradients are kept on their rank."""
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -120,35 +125,9 @@ class ShardedModules:
             for state, value in zip(self._states, last, strict=True):
                 state._state_ctx.is_last_backward = value
 
-    def on_gradients(self, watch: GradientWatch) -> None:
-        """Call it with a group's parameters and this rank's gradients of them, and whether they are reduced
-        next.
-        """
-        for group in self._groups:
-            group.post_backward = _watched(group, group.post_backward, watch)
-
-    def own_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and this rank's gradients of them that are not reduced yet."""
-        return chain.from_iterable(map(_own_gradients, self._groups))
-
-    def on_methods(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call them around the model's methods that register_fsdp_forward_method makes forward passes."""
-        state, module = self._states[0], self._model
-        enter, leave = state._pre_forward, state._post_forward
-
-        named: list[Any] = [{}]
-
-        def entered(of: Any, args: Any, kwargs: Any) -> Any:
-            named[0] = kwargs
-            before(module, args, kwargs)
-            return enter(of, args, kwargs)
-
-        def left(of: Any, args: Any, output: Any) -> Any:
-            found = leave(of, args, output)
-            after(module, args, named[0], found)
-            return found
-
-        state._pre_forward, state._post_forward = entered, left
+    def parameters(self) -> Iterator[Any]:
+        """FSDP2's own objects of all parameters."""
+        return chain.from_iterable(group.fsdp_params for group in self._groups)
 
     def count_waits(self, waiting: Waiting) -> None:
         """From now on what the groups do in the midst of a pass counts as waiting."""
@@ -157,32 +136,54 @@ class ShardedModules:
                 setattr(group, name, _counted(getattr(group, name), waiting))
 
 
+class ShardedModel(Wrapped):
+    """What fully_shard gives."""
+
+    is_ddp = False
+
+    def __init__(self, model: FSDPModule) -> None:
+        assert isinstance(model, torch.nn.Module)
+        self.shards = ShardedModules(model)
+        super().__init__(model, self.shards.process_group(), self.shards.device)
+
+    def reduced(self) -> list[torch.nn.Parameter]:
+        return [one.sharded_param for one in self.shards.parameters() if one.sharded_param.requires_grad]
+
+    def _known(self) -> set[int]:
+        """While parameters are gathered, modules have others in their place."""
+        every = [(one.sharded_param, getattr(one, "_unsharded_param", None)) for one in self.shards.parameters()]
+        return {id(shown) for shown in chain.from_iterable(every)}
+
+    def reduces(self) -> bool:
+        return self.shards.reduces()
+
+    def refused(self) -> InputError | None:
+        return None
+
+    def check_pass(self) -> None:
+        self.shards.check_divisor(dist.get_world_size(self.group))
+
+    @contextmanager
+    def micro_batch(self, last: bool, whole: bool) -> Iterator[None]:
+        if whole:  # ranks have unlike numbers of passes, so parameters are gathered once
+            with self.shards.restored():
+                self.shards.stay_whole(last)
+                yield
+        elif last:
+            yield
+        else:
+            with self.shards.without_reducing():
+                yield
+
+    def _again(self) -> str:
+        return "fully_shard() the whole model after unfreezing or adding a layer"
+
+
 def _groups_of(state: Any) -> list[Any]:
     """A module's groups. Before 2.13, torch had one or none for each."""
     if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
-
-
-def _watched(group: Any, method: Callable[..., Any], watch: GradientWatch) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def watched(*arguments: Any, **named: Any) -> Any:
-        watch(list(_own_gradients(group)), group.reduce_grads)
-        return method(*arguments, **named)
-
-    return watched
-
-
-def _own_gradients(group: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A group's parameters and this rank's gradients of them, as they are reduced next."""
-    for parameter in group.fsdp_params:
-        if not hasattr(parameter, "_unsharded_param"):
-            continue
-        parameter.accumulate_unsharded_grad_if_needed()
-        if parameter.unsharded_accumulated_grad is not None:
-            yield parameter.sharded_param, parameter.unsharded_accumulated_grad_data
-        elif parameter.unsharded_param.grad is not None:
-            yield parameter.sharded_param, parameter.unsharded_grad_data
 
 
 def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]:

@@ -1,0 +1,151 @@
+"""The row of agreement: what all ranks of a step must have alike, compared before the gradients are reduced.
+
+Each rank sends one row of numbers: a digest of its fields (epoch, position, split, wire, the trained
+parameters, versions ...), the kinds of its loss's terms, and what these were divided by. Rows that differ are
+refused on all ranks, with the field, the ranks and their values. Rows travel on a gloo group of their own, so
+that no GPU is waited for; a rank that sends none is named after a time that the script can set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from pyps.errors import InputError
+from pyps.torch.consensus import Consensus
+
+Fields = Mapping[str, Any]
+GRACE_SECONDS = 2.0  # after a timeout: until all ranks that wait have said so
+HEAD = 4  # numbers of a row before its values: a digest in two halves, whether it refuses, how many values
+WIDTH = 64  # values that a row has room for; longer ones follow in a second exchange
+
+
+class Agreement:
+    """Rows of the ranks of a model, compared at each step.
+
+    All ranks construct it together. group: the ranks with different samples. peers: the ranks that share this
+    rank's samples, if there are any; they are compared too. timeout: seconds to wait for a rank's row.
+    purpose: the call that sends rows, for messages. Raises InputError that names ranks which do not construct
+    it, and on all ranks `error` if one gives that.
+    """
+
+    def __init__(
+        self,
+        purpose: str,
+        group: dist.ProcessGroup,
+        peers: dist.ProcessGroup | None,
+        timeout: float,
+        error: InputError | None = None,
+    ) -> None:
+        Consensus(purpose, group, timeout, peers).agree(error)
+        own = dist.get_process_group_ranks(group)
+        every = [own]
+        if peers is not None:
+            every = [[]] * dist.get_world_size(peers)
+            dist.all_gather_object(every, own, group=peers)
+        self.ranks = sorted({rank for ranks in every for rank in ranks})
+        self._own = [self.ranks.index(rank) for rank in own]  # the rows of those with different samples
+        self.rank = dist.get_rank(group)  # this rank's row among these
+        self._purpose, self._timeout = purpose, timeout
+        self._group: Any = dist.new_group(
+            self.ranks,
+            timeout=timedelta(seconds=timeout + GRACE_SECONDS),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self._calls = 0
+
+    def exchange(
+        self, fields: Fields, values: Sequence[float], error: InputError | None = None
+    ) -> torch.Tensor:
+        """Send this rank's row and wait for all: the values by rank, float64 [ranks of the group, values].
+
+        error: what this rank refuses. Raises it on all ranks; and InputError where fields differ, or the number
+        of values does.
+        """
+        self._calls += 1
+        digest = _digest(fields)
+        row = torch.zeros(HEAD + WIDTH, dtype=torch.float64)
+        head = [float(digest >> 32), float(digest & 0xFFFFFFFF), float(error is not None), float(len(values))]
+        row[: HEAD + min(len(values), WIDTH)] = torch.tensor([*head, *values[:WIDTH]], dtype=torch.float64)
+        rows = self._gather(row)
+        if bool(rows[:, 2].any()):
+            self._raise_refusal(error)
+        if bool((rows[:, :2] != rows[0, :2]).any()) or bool((rows[:, 3] != rows[0, 3]).any()):
+            self._raise_difference({**fields, "values of a row": len(values)})
+        found = rows[:, HEAD : HEAD + min(len(values), WIDTH)]
+        if len(values) > WIDTH:
+            rest = self._gather(torch.tensor(values[WIDTH:], dtype=torch.float64))
+            found = torch.cat([found, rest], 1)
+        return found[self._own]
+
+
+    def _gather(self, row: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty(len(self.ranks), len(row), dtype=row.dtype)
+        work = dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True)
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout))
+        except (RuntimeError, dist.DistError) as error:
+            self._raise_missing(error)
+        return rows
+
+    def _raise_missing(self, error: Exception) -> None:
+        """Name the ranks that have not sent their row."""
+        with suppress(RuntimeError, dist.DistError):
+            store = PrefixStore(
+                f"pyps/rows/{self._group.group_name}/{self._calls}",
+                dist.distributed_c10d._get_default_store(),
+            )
+            own = dist.get_rank()
+            store.set(str(own), "waits")
+            time.sleep(GRACE_SECONDS)
+            missing = [rank for rank in self.ranks if rank != own and not store.check([str(rank)])]
+            if missing:
+                expected = f"as many calls on all ranks, within {self._timeout:g} s"
+                found = f"no call {self._calls} on ranks {missing}, on rank {own}"
+                raise InputError(self._purpose, "calls", found, expected) from error
+        raise error
+
+    def _raise_refusal(self, error: InputError | None) -> None:
+        own = None if error is None else (error.where, error.field, error.found, error.expected)
+        every: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(every, own, group=self._group)
+        found = [
+            (rank, refused) for rank, refused in zip(self.ranks, every, strict=True) if refused is not None
+        ]
+        where, field, what, expected = found[0][1]
+        alike = len(found) == len(self.ranks) and len({refused for _, refused in found}) == 1
+        on = "" if alike else f" on rank{'s' * (len(found) > 1)} {', '.join(str(rank) for rank, _ in found)}"
+        raise InputError(where, f"{field}{on}", what, expected) from error
+
+    def _raise_difference(self, fields: Fields) -> None:
+        every: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(every, {name: repr(value) for name, value in fields.items()}, group=self._group)
+        for name in dict.fromkeys(name for one in every for name in one):
+            values = [one.get(name, "nothing") for one in every]
+            if len(set(values)) > 1:
+                raise InputError(self._purpose, name, self._listed(values), "the same on all ranks")
+        raise InputError(self._purpose, "row", "rows that differ", "the same on all ranks")
+
+    def _listed(self, values: Sequence[str]) -> str:
+        """Each value with its ranks."""
+        ranks: dict[str, list[int]] = {}
+        for rank, value in zip(self.ranks, values, strict=True):
+            ranks.setdefault(value, []).append(rank)
+        return ", ".join(
+            f"{value} on rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for value, of in ranks.items()
+        )
+
+
+def _digest(fields: Fields) -> int:
+    """64 bits of the fields' text."""
+    return int.from_bytes(hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest())

@@ -1,0 +1,633 @@
+"""GlobalMean: the gradient of uneven batches is that of one process with all samples.
+
+    mean = GlobalMean(model, sampler)
+    ...
+    mean.backward(loss)                 # was loss.backward()
+    mean.backward(loss, n=count)        # where the graph cannot say what the loss is a mean over
+
+The loss's own graph has kept what each of its means was divided by (pyps.worker.terms). One row of each rank
+says so to the others (pyps.torch.agreement). Then each term's gradient enters times N n / W: n is what this
+rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the gradient of
+the same loss on all samples, each term a mean over its own items. No communication hook and no forward hook
+takes part.
+
+Micro-batches under no_sync() count as one batch: their gradients enter times n, and are divided by W once all
+are reduced.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.errors import InputError
+from pyps.torch.agreement import Agreement
+from pyps.torch.consensus import DEADLINE_SECONDS
+from pyps.torch.accumulate import MicroBatches
+from pyps.torch.rounds import Rounds
+from pyps.torch.wrapped import Wrapped, wrapped_models
+from pyps.worker.terms import Number, Term, terms_of
+
+Wire = Literal["same", "bf16", "f16", "int8", "int4"]
+WIRES = ("same", "bf16", "f16", "int8", "int4")
+ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
+NO_COUNT = math.nan  # a sum that is divided by nothing
+MICRO = "micro-batches under no_sync()"
+_open = 0  # backward passes of GlobalMeans that run now, and unweighted() blocks
+
+
+@contextmanager
+def unweighted() -> Iterator[None]:
+    """Within it, plain loss.backward() is allowed: this rank's own gradient is wanted, or a hand-made weight."""
+    global _open
+    _open += 1
+    try:
+        yield
+    finally:
+        _open -= 1
+
+
+@dataclass
+class _Held:
+    """Micro-batches whose gradients are not reduced yet.
+
+    counts: of each term, summed. loss: the sum of losses times counts. before: gradients of earlier
+    reductions, to be added afterwards. ratios: of each term's count to the first one's.
+    """
+
+    batches: int = 0
+    counts: list[Number] = field(default_factory=list)
+    loss: Any = 0.0
+    ratios: list[Number] = field(default_factory=list)
+    before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    error: InputError | None = None
+
+    def mean_loss(self) -> Any:
+        """The mean of the losses by their counts; 0 without items."""
+        first = self.counts[0] if self.counts else float(self.batches + 1)
+        total = torch.as_tensor(first, dtype=torch.float64, device=self.loss.device)
+        return torch.where(total > 0, self.loss / torch.where(total > 0, total, 1.0), 0.0)
+
+
+class GlobalMean:
+    """Backward passes whose gradients are those of the loss over all ranks' samples.
+
+    model: a DistributedDataParallel, what fully_shard gives, or several that one loss goes through; compiled or
+    not. All ranks make a GlobalMean together.
+    sampler: an UnevenBatchSampler or UnevenIterableDataset; its epoch, position and split are compared at each
+    step, and end_step() moves its position.
+    reduction: "mean", or "sum" where the loss is a sum over samples and divided by constants alone.
+    wire: the type in which DDP's gradients are sent: "same", "bf16", "f16", or "int8" and "int4" with error
+    feedback. scaler: the torch.amp.GradScaler in use.
+    timeout: seconds that backward() waits for the other ranks.
+    `group` has the ranks with samples of their own, `peers` those that share this rank's samples, if any.
+    Raises InputError on all ranks for another model, options that are unknown, and parameters that train and
+    that nothing reduces.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        sampler: Rounds | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        wire: Wire = "same",
+        scaler: Any = None,
+        timeout: float = DEADLINE_SECONDS,
+    ) -> None:
+        self.models: list[Wrapped] = wrapped_models(model)
+        first = self.models[0]
+        self.group, self.peers, self.device = first.group, first.peers, first.device
+        self.reduction, self.sampler, self.scaler, self.wire = reduction, sampler, scaler, wire
+        self._agreement = Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
+        self.ranks = dist.get_world_size(self.group)
+        self.calls = 0  # backward passes that reduced since the last step
+        self.passes = 1  # micro-batches of the latest of them on this rank
+        self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
+        self._held: _Held | None = None
+        self._empty = False  # the next pass computes no samples of its own
+        self._unit: Any = 1.0  # what counts of micro-batches are divided by, so that 16 bits do not overflow
+        self._own_counts: set[tuple[str, int]] = set()  # sums whose divisor was found to be a count
+        self._losses: Callable[[], torch.Tensor | None] = lambda: None
+        self._late: list[tuple[Any, torch.Tensor, str]] = []
+        self._is_walked = False
+        self._micro_batches = MicroBatches(self)
+        self._wire = first.install_wire(wire, scaler) if wire != "same" else None
+        for one in self.models:
+            one.refuse_plain_backward(lambda: _open > 0)
+
+    def _refused_options(self) -> InputError | None:
+        """What this rank refuses of its options."""
+        if self.wire not in WIRES:
+            return InputError("GlobalMean", "wire", repr(self.wire), "same, bf16, f16, int8 or int4")
+        if self.reduction not in ("mean", "sum"):
+            return InputError("GlobalMean", "reduction", repr(self.reduction), "mean or sum")
+        if self.sampler is not None and not isinstance(self.sampler, Rounds):
+            expected = "an UnevenBatchSampler or UnevenIterableDataset"
+            return InputError("GlobalMean", "sampler", type(self.sampler).__name__, expected)
+        if self.wire != "same" and (len(self.models) > 1 or not self.models[0].is_ddp):
+            expected = "same; of fully_shard, MixedPrecisionPolicy(reduce_dtype=...) says what is sent"
+            return InputError("GlobalMean", "wire", repr(self.wire), expected)
+        if any(one.group != self.models[0].group for one in self.models):
+            return InputError("GlobalMean", "model", "models of different process groups", "one group")
+        return next((found for one in self.models if (found := one.refused())), None)
+
+    def backward(self, loss: torch.Tensor, n: Any = None, **options: Any) -> None:
+        """Add the gradient of the loss over all ranks' samples to the parameters' .grad.
+
+        loss: this rank's, of one value. n: how many items it is a mean over (a number, or a tensor of one value
+        on any device), where its graph cannot say: a compiled loss, or a model's own. options: as in
+        torch.Tensor.backward. All ranks call it equally often; a pass under no_sync() waits for no other rank.
+        Raises InputError on all ranks before any gradient is reduced, for what it does not know, and for what
+        differs between ranks.
+        """
+        terms: list[Term] = []
+        error = self._found_late()
+        try:
+            terms = self._terms(loss, n)
+        except InputError as refused:
+            error = error or refused
+        if not all(one.reduces() for one in self.models):
+            self._hold(loss, terms, error, options)
+            return
+        self.calls += 1
+        self.passes = 1 if self._held is None else self._held.batches + 1
+        self._begin(loss, terms, error, options)
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the latest step over all ranks' samples, float64 [], on the losses' device.
+
+        It is computed when it is read. None, with a warning that says why, where the terms of the loss are means
+        over unlike shares of the samples: the graph keeps their divisors, not their values.
+        """
+        return self._losses()
+
+    def end_step(self, rounds: int | None = None) -> None:
+        """End a step: the sampler's position moves on by the rounds that were trained.
+
+        rounds: how many, where the loop's loader draws ahead of what is trained. UnevenStep, Rebalancer.step()
+        and the adapters call it; a loop without these calls it after optimizer.step(). Raises InputError for
+        micro-batches that were not reduced.
+        """
+        if self._held is not None:
+            expected = "a last one outside of no_sync(), which reduces the gradients of all"
+            raise InputError("GlobalMean", MICRO, f"{self._held.batches} that were not reduced", expected)
+        if self.sampler is not None:
+            self.sampler.end_step(rounds, self.passes)
+        self.calls = 0
+
+    def accumulate(
+        self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
+    ) -> Iterator[Any]:
+        """Cut this rank's batch into micro-batches, for a loop that calls backward() for each.
+
+        batch: tensors with samples in the first dimension, lists with an entry for each sample, and tuples and
+        dicts of them. parts: how many, or how many on each rank. most: in place of parts, the samples of a
+        micro-batch that fit this rank's memory. Each loss is the plain mean over its micro-batch, not divided
+        by their number. Raises InputError for fewer than one part or sample, and for a batch that cannot be cut
+        by samples.
+        """
+        return self._micro_batches.cut(batch, parts, most)
+
+    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
+        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
+
+        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
+        """
+        return self._micro_batches.rounds(loader)
+
+    def repeats(self, empty: bool) -> None:
+        """Whether the next pass computes samples that another pass counts: its gradient enters times 0."""
+        self._empty = empty
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters of the models."""
+        return (parameter for one in self.models for parameter in one.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs of the earlier ones on this rank: the wire's residuals."""
+        return {} if self._wire is None else {"wire": self._wire.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that. Raises InputError for the state of another wire."""
+        if ("wire" in state) != (self._wire is not None):
+            found = "residuals" if "wire" in state else "none"
+            raise InputError("GlobalMean state", "wire", found, f"those of wire={self.wire!r}")
+        if self._wire is not None:
+            self._wire.load_state_dict(state["wire"])
+
+    # What a loss is made of
+
+    def _terms(self, loss: torch.Tensor, n: Any) -> list[Term]:
+        """The terms of this rank's loss. Raises InputError for what this rank refuses."""
+        for one in self.models:
+            one.check_trained()
+        if n is not None:
+            terms = [Term(_root_of(loss), "n", True, _number(n))]
+        else:
+            terms = terms_of(loss)
+        if not self._is_walked:
+            self._check_leaves(loss)
+        if self.reduction == "sum":
+            terms = [term if term.is_mean else _bare(term) for term in terms]
+        elif any(term.count is None for term in terms):
+            name = next(term.kind for term in terms if term.count is None)
+            expected = "a mean; GlobalMean(..., reduction='sum') where it is a sum over samples, or backward(loss, n=)"
+            raise InputError("backward", "loss", f"a sum that is divided by nothing ({name})", expected)
+        for term in terms:
+            if isinstance(term.count, float) and term.count < 0 and not term.is_mean:
+                term.count, term.constant = -term.count, -1.0  # a sum that is subtracted
+            if self._empty:
+                term.count = 0.0
+        return terms
+
+    def _check_leaves(self, loss: torch.Tensor) -> None:
+        """Raise InputError for a parameter that the loss trains and that no model reduces; once."""
+        self._is_walked = True
+        reduced = {id(p) for one in self.models for p in one.reduced()}
+        stack, seen = [loss.grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if (
+                isinstance(leaf, torch.nn.Parameter)
+                and self.models[0].is_ddp
+                and id(leaf) not in reduced
+                and leaf.requires_grad
+                and self._is_foreign(leaf)
+            ):
+                found = f"a parameter of shape {list(leaf.shape)} that is in none of the models"
+                raise InputError("GlobalMean", "model", found, "all models that train, in one list")
+            stack += [below for below, _ in node.next_functions]
+
+    def _is_foreign(self, leaf: torch.nn.Parameter) -> bool:
+        """Whether no other GlobalMean reduces it either."""
+        return not getattr(leaf, "_pyps_reduced", False)
+
+    def _fields(self, loss: torch.Tensor, terms: list[Term]) -> dict[str, Any]:
+        """What all ranks of a step have alike."""
+        position = {} if self.sampler is None else self.sampler.position_now()
+        return {
+            **position,
+            "backward() calls in this step": self.calls,
+            "wire": self.wire,
+            "reduction": self.reduction,
+            "GradScaler": self.scaler is not None and bool(self.scaler.is_enabled()),
+            "versions": self._versions,
+            "trained parameters": tuple(one.trained() for one in self.models),
+            "type of the loss": str(loss.dtype),
+            "terms of the loss": [(t.kind, t.is_mean, t.count is None, _is_on_device(t)) for t in terms],
+        }
+
+    # A pass that reduces
+
+    def _begin(
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, options: dict[str, Any]
+    ) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            error = error or held.error or self._add(held, loss, terms)
+        error = error or self._refused_number(loss)
+        counts = [term.count for term in terms] if held is None or error else list(held.counts)
+        value = loss.detach().double() if held is None or error else held.mean_loss()
+        on_device = loss.device.type != "cpu" or any(_is_on_device(term) for term in terms)
+        host = [float(self.passes), math.nan if on_device else float(value)]
+        for term, count in zip(terms, counts, strict=True):
+            host += [_on_host(count), term.constant]
+        fields = self._fields(loss, terms)
+        rows = self._agreement.exchange(fields, host, error)
+        numbers = rows[:, 2:].view(len(rows), len(terms), 2)
+        losses, weights = rows[:, 1], list(numbers[..., 0].T)
+        if on_device:
+            losses, there = self._on_device(value, terms, counts)
+            weights = [
+                there[:, k] if isinstance(count, torch.Tensor) else weights[k]
+                for k, count in enumerate(counts)
+            ]
+        self._check_terms(terms, numbers, fields)
+        if bool((rows[:, 0] > 1).any()):
+            self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, options)
+        else:
+            shares = [_shares(counts) for counts in weights]
+            self._losses = self._over_all(losses, shares)
+            own = [len(rows) * _on_this(share, self._agreement.rank) for share in shares]
+            self._run(loss, list(zip(terms, own, strict=True)), None, options)
+
+    def _refused_number(self, loss: torch.Tensor) -> InputError | None:
+        """Refuse a loss of several micro-batches that is divided by their number."""
+        other: Any = getattr(loss.grad_fn, "_saved_other", None)
+        if self.passes == 1 or type(loss.grad_fn).__name__ != "DivBackward0":
+            return None
+        if not isinstance(other, torch.Tensor) or other.numel() > 1 or other.device.type != "cpu":
+            return None
+        if float(other) != self.passes:
+            return None
+        found = f"a loss divided by the number of {MICRO}, {self.passes}"
+        return InputError(
+            "backward", "loss", found, "the plain mean of each: GlobalMean takes that over all of them"
+        )
+
+    def _on_device(
+        self, value: Any, terms: list[Term], counts: list[Number | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [ranks] and counts [ranks, terms] of all ranks, on the device; the host does not wait."""
+        numbers = [value, *counts, *(term.divisor for term in terms)]
+        own = torch.stack([self._as_number(1.0 if one is None else one) for one in numbers])
+        rows = torch.empty(self.ranks, len(own), dtype=own.dtype, device=own.device)
+        dist.all_gather(list(rows.unbind()), own, group=self.group)
+        many = len(terms)
+        if any(term.divisor is not None for term in terms):
+            constants = rows[:, 1 + many :]
+            self._read_later(
+                (constants != constants[0]).any(), "a loss times a number that is another on each rank"
+            )
+        sums = [k for k, t in enumerate(terms) if not t.is_mean and isinstance(t.count, torch.Tensor)]
+        if sums and self.ranks > 1 and ("device", 0) not in self._own_counts:
+            found = rows[:, 1:][:, sums]
+            self._own_counts.add(("device", 0))
+            self._read_later(
+                (found == found[0]).all(0).any(),
+                "a sum divided by the same number on all ranks, which may be a constant",
+            )
+        return rows[:, 0], rows[:, 1 : 1 + many]
+
+    def _as_number(self, number: Any) -> torch.Tensor:
+        if isinstance(number, torch.Tensor):
+            return number.detach().to(self.device, torch.float64).reshape(())
+        return torch.full((), float(number), dtype=torch.float64, device=self.device)
+
+    def _read_later(self, flag: torch.Tensor, what: str) -> None:
+        """Raise it with a later step if the flag is set, without a wait for the device."""
+        if flag.device.type != "cuda":
+            if bool(flag):
+                self._late.append((None, flag, what))
+            return
+        copied = torch.empty((), dtype=torch.bool, pin_memory=True)
+        copied.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._late.append((event, copied, what))
+
+    def _found_late(self) -> InputError | None:
+        """What a device has found in an earlier step."""
+        while self._late and (self._late[0][0] is None or self._late[0][0].query()):
+            _, flag, what = self._late.pop(0)
+            if bool(flag):
+                expected = "a mean over counts of this rank's own items, the same constants, or backward(loss, n=count)"
+                return InputError("backward", "loss, in an earlier step", what, expected)
+        return None
+
+    def _check_terms(self, terms: list[Term], numbers: torch.Tensor, fields: dict[str, Any]) -> None:
+        """Raise InputError, on all ranks, for constants that differ and for sums whose divisor may be one."""
+        unsure = []
+        for k, term in enumerate(terms):
+            counts, constants = numbers[:, k, 0], numbers[:, k, 1]
+            if bool((constants != constants[0]).any()):
+                listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(constants))
+                expected = "the same number on all ranks (of a loss scale too), or backward(loss, n=count)"
+                raise InputError("backward", "loss", f"a {term.kind} times {listed}", expected)
+            if bool((counts < 0).any()) or bool(torch.isinf(counts).any()):
+                listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(counts))
+                raise InputError("backward", "loss", f"a {term.kind} over {listed}", "0 items or more")
+            key = (str(fields["terms of the loss"]), k)
+            if term.is_mean or _on_host(term.count) <= 0 or len(counts) == 1 or key in self._own_counts:
+                continue
+            if bool((counts == counts[0]).all()):
+                unsure.append((k, term, key))
+            else:
+                self._own_counts.add(key)
+        if not unsure:
+            return
+        own = [float(term.counts_own()) for _, term, _ in unsure]
+        answers = self._agreement.exchange({"doubtful sums": len(unsure)}, own)
+        for (k, term, key), answer in zip(unsure, answers.T, strict=True):
+            if not bool(answer.any()):
+                found = f"a sum ({term.kind}) divided by {float(numbers[0, k, 0]):g} on all ranks"
+                expected = "a count of this rank's items: backward(loss, n=count); reduction='sum' for a constant"
+                raise InputError("backward", "loss", found, expected)
+            self._own_counts.add(key)
+
+    def _over_all(
+        self, losses: torch.Tensor, shares: list[torch.Tensor]
+    ) -> Callable[[], torch.Tensor | None]:
+        """What computes the loss of all samples, when it is read."""
+        scale = self._scale_of_losses()
+
+        def over_all() -> torch.Tensor | None:
+            share = shares[0].to(losses.device) if shares else torch.full_like(losses, 1 / len(losses))
+            for other in shares[1:]:
+                if not torch.allclose(other.to(share.device), share, rtol=ALIKE, atol=0):
+                    why = "the terms of the loss are means over unlike shares of the samples"
+                    warnings.warn(f"GlobalMean.loss is None: {why}", stacklevel=3)
+                    return None
+            return torch.where(share > 0, share * losses, 0.0).sum() / scale
+
+        return over_all
+
+    def _scale_of_losses(self) -> Any:
+        """What a GradScaler has multiplied the losses by."""
+        scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
+        return 1.0 if scale is None else scale.detach().double().clone()
+
+    def _run(
+        self,
+        loss: torch.Tensor,
+        factors: list[tuple[Term, Number]],
+        whole: Number | None,
+        options: dict[str, Any],
+    ) -> None:
+        """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor."""
+        global _open
+        handles = [term.node.register_prehook(_times(factor)) for term, factor in factors]
+        if whole is not None:
+            handles.append(_root_of(loss).register_prehook(_times(whole)))
+        _open += 1
+        try:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        finally:
+            _open -= 1
+            for handle in handles:
+                handle.remove()
+
+    # Micro-batches
+
+    def _hold(
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, options: dict[str, Any]
+    ) -> None:
+        """A pass under no_sync(): its gradient enters times its count. An error waits for the pass that reduces,
+        where all ranks raise it.
+        """
+        if self._held is None:
+            self._held = _Held()
+            for p in self.parameters():
+                if p.grad is not None:
+                    self._held.before.append((p, p.grad.detach().clone()))
+                    p.grad = None
+        held = self._held
+        held.error = held.error or error or self._add(held, loss, terms)
+        held.batches += 1
+        if held.error is None:
+            first = self._first_count(terms)
+            self._run(loss, [(term, _is_any(term.count)) for term in terms], first / self._unit, options)
+
+    def _add(self, held: _Held, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
+        """Add a micro-batch's counts; what this rank refuses of them."""
+        counts: list[Number] = [1.0 if term.count is None else term.count for term in terms]
+        kinds = {term.count is None for term in terms}
+        if len(kinds) > 1:
+            found = "sums and means in one loss"
+            return InputError("backward", MICRO, found, "means alone, or sums alone")
+        first = self._first_count(terms)
+        held.loss = held.loss + torch.where(
+            torch.as_tensor(first, device=loss.device) > 0, loss.detach().double() * first, 0.0
+        )
+        if not held.counts:
+            held.counts = counts
+        elif len(held.counts) != len(counts):
+            return InputError("backward", MICRO, "losses of unlike terms", "the same terms in each")
+        else:
+            held.counts = [a + b for a, b in zip(held.counts, counts, strict=True)]
+        if len(counts) > 1 and float(first) > 0:  # the host reads counts of a device here
+            ratios = [float(count) / float(first) for count in counts]
+            if not held.ratios:
+                held.ratios = list(ratios)
+            elif any(
+                not math.isclose(a, float(b), rel_tol=ALIKE)
+                for a, b in zip(ratios, held.ratios, strict=True)
+            ):
+                return _unlike_micro_batches()
+        return None
+
+    def _first_count(self, terms: list[Term]) -> Number:
+        return 1.0 if not terms or terms[0].count is None else terms[0].count
+
+    def _reduce_held(
+        self,
+        loss: torch.Tensor,
+        terms: list[Term],
+        weights: list[torch.Tensor],
+        losses: torch.Tensor,
+        held: _Held | None,
+        options: dict[str, Any],
+    ) -> None:
+        """The last pass of a step that has several micro-batches on some rank."""
+        ranks, unit = len(losses), self._unit
+        is_sum = bool(terms) and terms[0].count is None
+        shares = [torch.ones_like(losses)] if is_sum else [_shares(counts) for counts in weights]
+        for other in () if is_sum else shares[1:]:  # the host reads counts of a device here
+            if not torch.allclose(other.cpu(), shares[0].cpu(), rtol=ALIKE, atol=0):
+                raise _unlike_micro_batches()
+        self._losses = self._over_all(losses, shares)
+        whole = self._first_count(terms) / unit
+        self._run(loss, [(term, _is_any(term.count)) for term in terms], whole, options)
+        total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
+        factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
+        factor = float(factor) if factor.device.type == "cpu" else factor
+        gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)
+        for p, before in held.before if held is not None else ():
+            p.grad = before if p.grad is None else p.grad.add_(before)
+        self._unit = _power_of_two(total / ranks) if not is_sum else 1.0
+
+
+def _shares(counts: torch.Tensor) -> torch.Tensor:
+    """Each rank's share of a term's items [ranks]; of bare sums 1 for each; zeros where no rank has any."""
+    if bool(torch.isnan(counts).any()) if counts.device.type == "cpu" else False:
+        return torch.ones_like(counts)
+    total = counts.sum()
+    return torch.where(total > 0, counts / torch.where(total > 0, total, 1.0), 0.0)
+
+
+def _on_this(share: torch.Tensor, rank: int) -> Number:
+    """This rank's share; the host's number where that is known."""
+    return float(share[rank]) if share.device.type == "cpu" else share[rank]
+
+
+def _power_of_two(number: torch.Tensor) -> Number:
+    """The one next to a number of at least 1."""
+    found = torch.exp2(torch.round(torch.log2(number.clamp(min=1))))
+    return float(found) if found.device.type == "cpu" else found
+
+
+def _is_any(count: Number | None) -> Number:
+    """1 where there are items, else 0."""
+    if isinstance(count, torch.Tensor):
+        return (count > 0).to(count.dtype)
+    return 1.0 if count is None or count > 0 else 0.0
+
+
+def _times(factor: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that multiplies gradients; by 0 it makes zeros of NaN too: a mean over nothing has such."""
+
+    def multiplied(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(None if gradient is None else _product(gradient, factor) for gradient in gradients)
+
+    return multiplied
+
+
+def _product(gradient: torch.Tensor, factor: Number) -> torch.Tensor:
+    if not isinstance(factor, torch.Tensor):
+        if factor == 0:
+            return torch.zeros_like(gradient)
+        return gradient if factor == 1 else gradient * factor
+    wide = factor.to(gradient.device)
+    scaled = (gradient.to(wide.dtype) * wide).to(gradient.dtype)
+    return torch.where(wide > 0, scaled, torch.zeros_like(scaled))
+
+
+def _on_host(number: Number | None) -> float:
+    """The number in a row of the host's: nothing of one that is on a device."""
+    if number is None:
+        return NO_COUNT
+    return 0.0 if isinstance(number, torch.Tensor) else float(number)
+
+
+def _is_on_device(term: Term) -> bool:
+    return isinstance(term.count, torch.Tensor) or isinstance(term.divisor, torch.Tensor)
+
+
+def _bare(term: Term) -> Term:
+    """A sum over samples that is divided by a constant, which the ranks compare."""
+    if isinstance(term.count, torch.Tensor):
+        return Term(term.node, term.kind, False, None, divisor=term.count)
+    return Term(term.node, term.kind, False, None, constant=1.0 if term.count is None else 1 / term.count)
+
+
+def _root_of(loss: torch.Tensor) -> Any:
+    if loss.grad_fn is None:
+        expected = "a loss that the model has computed with gradients enabled"
+        raise InputError("backward", "loss", "a tensor without a graph", expected)
+    return loss.grad_fn
+
+
+def _number(n: Any) -> Number:
+    """What the script says that a loss is a mean over. Raises InputError for less than 0 and rounded numbers."""
+    expected = "a number from 0, float32 or whole: sum(dtype=torch.float32)"
+    if isinstance(n, torch.Tensor):
+        if n.numel() != 1 or (n.is_floating_point() and n.element_size() < 4) or n.is_complex():
+            raise InputError("backward", "n", f"{n.dtype} of shape {list(n.shape)}", expected)
+        if n.device.type != "cpu":
+            return n.detach().reshape(()).double()
+        n = n.item()
+    if isinstance(n, bool) or not isinstance(n, int | float) or not 0 <= n < math.inf:
+        raise InputError("backward", "n", repr(n), expected)
+    return float(n)
+
+
+def _unlike_micro_batches() -> InputError:
+    found = "terms whose counts are in another proportion in each"
+    return InputError("backward", MICRO, found, "a loss of one mean, or of means over as many items each")

@@ -1,0 +1,168 @@
+"""Wrapped: what GlobalMean asks of a model in DDP or under fully_shard, in one place for both."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pyps.errors import InputError
+from pyps.torch.peers import is_divided, parameters_of, peers_of
+
+REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
+
+
+class Wrapped(ABC):
+    """A model whose gradients are averaged over ranks.
+
+    group: the ranks with samples of their own. peers: those that share this rank's samples, or None.
+    """
+
+    is_ddp: bool
+
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.model, self.group, self.device = model, group, device
+        self._parameters = parameters_of(model)
+        self.peers = peers_of(self._parameters, group)
+        self._trained: tuple[int, ...] = ()
+        self._described, self._is_divided = "", False
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of the model when it was wrapped."""
+        return iter(self._parameters)
+
+    @abstractmethod
+    def reduced(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients are averaged over ranks."""
+
+    @abstractmethod
+    def reduces(self) -> bool:
+        """Whether the next backward pass reduces gradients."""
+
+    @abstractmethod
+    def refused(self) -> InputError | None:
+        """What a GlobalMean refuses of the model."""
+
+    @abstractmethod
+    def check_pass(self) -> None:
+        """Raise InputError for what a pass cannot be weighed with."""
+
+    @abstractmethod
+    def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
+        """The context of a micro-batch's passes; only the last one reduces. whole: numbers of micro-batches
+        differ by rank.
+        """
+
+    def check_trained(self) -> None:
+        """Raise InputError for a parameter that trains and that nothing reduces."""
+        self.check_pass()
+        if self._is_divided:  # DDP has taken its parameters from the modules
+            return
+        trained = tuple(id(p) for p in self.model.parameters() if p.requires_grad)
+        if trained == self._trained:
+            return
+        reduced = self._known()
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and id(p) not in reduced:
+                expected = f"parameters that train when the model is wrapped; {self._again()}"
+                raise InputError("GlobalMean", name, "a parameter that trains and that nothing reduces", expected)
+        self._trained = trained
+        listed = [(n, tuple(p.shape)) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._described = f"{len(listed)} ({listed})"
+
+    def trained(self) -> str:
+        """Names and shapes of the trained parameters, as of the latest check."""
+        return self._described
+
+    def _known(self) -> set[int]:
+        """The identities of what the model's modules show of the parameters that are reduced."""
+        return {id(p) for p in self.reduced()}
+
+    @abstractmethod
+    def _again(self) -> str:
+        """What to do about other parameters."""
+
+    def refuse_plain_backward(self, is_open: Callable[[], bool]) -> None:
+        """Raise InputError where a gradient arrives while `is_open` gives False."""
+
+        def arrived(_: torch.Tensor) -> None:
+            if not is_open():
+                raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", "mean.backward(loss)")
+
+        for p in self.reduced():
+            if not getattr(p, REDUCED, False):
+                setattr(p, REDUCED, True)
+                p.register_post_accumulate_grad_hook(arrived)
+
+
+class WrappedDDP(Wrapped):
+    """A DistributedDataParallel."""
+
+    is_ddp = True
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        first = next(iter(parameters_of(ddp)))
+        super().__init__(ddp, ddp.process_group, first.device)
+        self._ddp: Any = ddp
+        self._reduced = [p for p in self._parameters if p.requires_grad]
+        self._is_divided = any(is_divided(p) for p in self._parameters)
+
+    def reduced(self) -> list[torch.nn.Parameter]:
+        return self._reduced
+
+    def reduces(self) -> bool:
+        return bool(self._ddp.require_backward_grad_sync)
+
+    def refused(self) -> InputError | None:
+        number = int(self._ddp._get_ddp_logging_data()["num_parameter_tensors"])
+        if number != len(self._reduced):
+            found = f"{len(self._reduced)} parameters that train, of which it reduces {number}"
+            return InputError("GlobalMean", "model", found, f"the same; {self._again()}")
+        return None
+
+    def check_pass(self) -> None:
+        if self._ddp._join_config.enable:
+            expected = "no join(): a sampler of pyps gives all ranks as many rounds"
+            raise InputError("GlobalMean", "join()", "a model in it", expected)
+        if self._ddp.require_forward_param_sync and not self.reduces():
+            found = "a forward pass outside of it, whose gradients are reduced"
+            raise InputError("GlobalMean", "no_sync()", found, "forward and backward in it")
+        for p in self._reduced:
+            hooks = getattr(p, "_post_accumulate_grad_hooks", None) or ()
+            if getattr(p, "_in_backward_optimizers", None) or len(hooks) > 1:
+                found = "an optimizer's step, or another hook, before the gradient is reduced"
+                raise InputError("GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()")
+
+    def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()
+        return found
+
+    def _again(self) -> str:
+        return "make DistributedDataParallel anew after unfreezing or adding a layer"
+
+
+def wrapped_models(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Wrapped]:
+    """Each model of one or several. Raises InputError for what is neither in DDP nor went through fully_shard."""
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    if not models:
+        raise InputError("GlobalMean", "model", "none", "at least one")
+    return [_wrapped(one) for one in models]
+
+
+def _wrapped(model: torch.nn.Module) -> Wrapped:
+    plain = getattr(model, "_orig_mod", model)
+    if isinstance(plain, DistributedDataParallel):
+        return WrappedDDP(plain)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
+    if fsdp is None or not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
+        expected = "a DistributedDataParallel, or what fully_shard gives"
+        raise InputError("GlobalMean", "model", type(plain).__name__, expected)
+    from pyps.torch.fsdp_shards import ShardedModel
+
+    return ShardedModel(plain)
