@@ -37,6 +37,7 @@ from pyps.torch.rounds import Rounds
 from pyps.torch.wrapped import Wrapped, wrapped_models
 from pyps.worker.terms import Number, Term, terms_of
 
+Call = Callable[[], Any]  # a backward pass
 Wire = Literal["same", "bf16", "f16", "int8", "int4"]
 WIRES = ("same", "bf16", "f16", "int8", "int4")
 ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
@@ -150,18 +151,35 @@ class GlobalMean:
         Raises InputError on all ranks before any gradient is reduced, for what it does not know, and for what
         differs between ranks.
         """
+        self.run(loss, lambda: loss.backward(**options), n)  # type: ignore[no-untyped-call]
+
+    def run(self, loss: torch.Tensor, call: Call, n: Any = None, *, is_part: bool = False) -> None:
+        """Weigh the backward pass that `call` makes of the loss, as backward() does: for a library's own.
+
+        is_part: the ranks' losses are parts of one, divided by all of their items already, that is their sum.
+        """
         terms: list[Term] = []
         error = self._found_late()
         try:
-            terms = self._terms(loss, n)
+            terms = self._terms(loss, n, is_part)
         except InputError as refused:
             error = error or refused
-        if not all(one.reduces() for one in self.models):
-            self._hold(loss, terms, error, options)
+        if not self.reduces:
+            self._hold(loss, terms, error, call)
             return
         self.calls += 1
         self.passes = 1 if self._held is None else self._held.batches + 1
-        self._begin(loss, terms, error, options)
+        self._begin(loss, terms, error, call)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next backward pass reduces gradients; else it is a micro-batch under no_sync()."""
+        return all(one.reduces() for one in self.models)
+
+    @property
+    def held(self) -> int:
+        """Micro-batches whose gradients are not reduced yet."""
+        return 0 if self._held is None else self._held.batches
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -228,10 +246,12 @@ class GlobalMean:
 
     # What a loss is made of
 
-    def _terms(self, loss: torch.Tensor, n: Any) -> list[Term]:
+    def _terms(self, loss: torch.Tensor, n: Any, is_part: bool) -> list[Term]:
         """The terms of this rank's loss. Raises InputError for what this rank refuses."""
         for one in self.models:
             one.check_trained()
+        if is_part:
+            return [Term(_root_of(loss), "part", False, None)]
         if n is not None:
             terms = [Term(_root_of(loss), "n", True, _number(n))]
         else:
@@ -295,7 +315,7 @@ class GlobalMean:
     # A pass that reduces
 
     def _begin(
-        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, options: dict[str, Any]
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call
     ) -> None:
         held, self._held = self._held, None
         if held is not None:
@@ -319,12 +339,12 @@ class GlobalMean:
             ]
         self._check_terms(terms, numbers, fields)
         if bool((rows[:, 0] > 1).any()):
-            self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, options)
+            self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, call)
         else:
             shares = [_shares(counts) for counts in weights]
             self._losses = self._over_all(losses, shares)
             own = [len(rows) * _on_this(share, self._agreement.rank) for share in shares]
-            self._run(loss, list(zip(terms, own, strict=True)), None, options)
+            self._run(loss, list(zip(terms, own, strict=True)), None, call)
 
     def _refused_number(self, loss: torch.Tensor) -> InputError | None:
         """Refuse a loss of several micro-batches that is divided by their number."""
@@ -447,7 +467,7 @@ class GlobalMean:
         loss: torch.Tensor,
         factors: list[tuple[Term, Number]],
         whole: Number | None,
-        options: dict[str, Any],
+        call: Call,
     ) -> None:
         """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor."""
         global _open
@@ -456,7 +476,7 @@ class GlobalMean:
             handles.append(_root_of(loss).register_prehook(_times(whole)))
         _open += 1
         try:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
+            call()
         finally:
             _open -= 1
             for handle in handles:
@@ -465,7 +485,7 @@ class GlobalMean:
     # Micro-batches
 
     def _hold(
-        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, options: dict[str, Any]
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call
     ) -> None:
         """A pass under no_sync(): its gradient enters times its count. An error waits for the pass that reduces,
         where all ranks raise it.
@@ -481,7 +501,7 @@ class GlobalMean:
         held.batches += 1
         if held.error is None:
             first = self._first_count(terms)
-            self._run(loss, [(term, _is_any(term.count)) for term in terms], first / self._unit, options)
+            self._run(loss, [(term, _is_any(term.count)) for term in terms], first / self._unit, call)
 
     def _add(self, held: _Held, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
         """Add a micro-batch's counts; what this rank refuses of them."""
@@ -521,7 +541,7 @@ class GlobalMean:
         weights: list[torch.Tensor],
         losses: torch.Tensor,
         held: _Held | None,
-        options: dict[str, Any],
+        call: Call,
     ) -> None:
         """The last pass of a step that has several micro-batches on some rank."""
         ranks, unit = len(losses), self._unit
@@ -532,7 +552,7 @@ class GlobalMean:
                 raise _unlike_micro_batches()
         self._losses = self._over_all(losses, shares)
         whole = self._first_count(terms) / unit
-        self._run(loss, [(term, _is_any(term.count)) for term in terms], whole, options)
+        self._run(loss, [(term, _is_any(term.count)) for term in terms], whole, call)
         total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
         factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
         factor = float(factor) if factor.device.type == "cpu" else factor
