@@ -1,11 +1,11 @@
 """Checkpoints of a DDP or FSDP2 run: saved by all ranks together, loaded by as many ranks or by others.
 
-    if (state := pyps.torch.load("checkpoints", model, optimizer, sampler, hook=hook)) is not None: ...
+    if (state := pyps.torch.load("checkpoints", model, optimizer, sampler, mean=mean)) is not None: ...
     ...
-    pyps.torch.save("checkpoints", model, optimizer, sampler, hook=hook)
+    pyps.torch.save("checkpoints", model, optimizer, sampler, mean=mean)
 
 The tensors are written by torch.distributed.checkpoint, as safetensors; everything else is in
-checkpoint.json. Random states, a WeightedHook's residuals and a Rebalancer's measurements belong to a rank:
+checkpoint.json. Random states, a GlobalMean's residuals and a Rebalancer's measurements belong to a rank:
 they are loaded where there are as many ranks as before. With as many ranks a run goes on bit for bit; with
 int8 and int4 from its second step on, because DDP cuts its final buckets then. Of FSDP2's parameters
 each rank writes its own shards and reads those that it needs: other numbers of ranks, or DDP, can go on from
@@ -41,16 +41,17 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
+from pyps.torch.consensus import Consensus
+from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.older import DTensor, distribute_tensor
 from pyps.torch.peers import is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
-from pyps.torch.weighted import WeightedHook
 from pyps.worker.packing import join_shared, names_in, pack, unpack
 
 NOISE = "noise.json"  # in the folder of all checkpoints
-OF_A_RANK = (WeightedHook, Rebalancer)  # what has a state of its own on each rank
+OF_A_RANK = (GlobalMean, Rebalancer)  # what has a state of its own on each rank
 TORCH = "2.9"
 AFTER_COLLECTIVES_SECONDS = 0.01
 dcp: Any = torch.distributed.checkpoint  # its types name none of what is used here
@@ -73,10 +74,10 @@ def save(
 
     folder: of the checkpoints, seen by all ranks. model, optimizer: those of the run; a DDP model's names are
     those of the module in it. sampler: an UnevenBatchSampler or UnevenIterableDataset. rounds: the rounds of
-    this epoch that were trained; by default those that a hook with the sampler, or a Rebalancer, has counted.
+    this epoch that were trained; by default those whose steps have ended.
     step: the checkpoint's number, rising; by
     default the samples trained. group: of the ranks; by default all. state: more to save by name: objects
-    with state_dict() (a WeightedHook, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and
+    with state_dict() (a GlobalMean, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and
     dicts of them; a GradientNoise also writes noise.json into the folder, for pyps-plan. Raises InputError on
     all ranks if it cannot be written, and the last one stays; and for a tensor-parallel model in DDP, of
     whose parameters each rank has a part without a name.
@@ -247,14 +248,14 @@ def _in_ddp(model: torch.nn.Module) -> torch.nn.Module | None:
 def trained_rounds(sampler: Rounds, rounds: int | None) -> int:
     """The rounds of this pass that count as trained; rounds: the caller's word.
 
-    Raises InputError if nothing has counted them: DataLoader workers fetch ahead of what is trained.
+    Raises InputError if no step of a pass that was read has ended, as in a loop that calls none.
     """
     if rounds is not None:
         return rounds
-    if (sampler.trained is None and sampler.begun) or (sampler.trained or 0) > sampler.drawn > 0:
-        expected = "those that were trained, or weighted_hook(model, sampler) with one gradient a round"
-        raise InputError("pyps.torch.save", "rounds", "nothing", expected)
-    return sampler.trained or 0
+    if sampler.has_read() and not sampler.trained and not sampler.passes:
+        expected = "a step that ends: step(), Rebalancer.step() or GlobalMean.end_step()"
+        raise InputError("pyps.torch.save", "rounds", "batches that were computed, and no step", expected)
+    return sampler.trained
 
 
 def _samples(sampler: Rounds | None, rounds: int | None) -> int:

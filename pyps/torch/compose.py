@@ -1,10 +1,10 @@
-"""uneven: sampler, hook and Rebalancer of the common DDP loop in one call, the end of a step in another.
+"""uneven: sampler, GlobalMean and Rebalancer of the common DDP loop in one call; a backward pass and a step's end.
 
     model, loader, step = uneven(model, dataset, 256, optimizer=optimizer)
     for epoch in range(10):
         for x, y in loader:
             optimizer.zero_grad()
-            loss(model(x), y).backward()
+            step.backward(loss(model(x), y))            # was loss(...).backward()
             step()                                      # was optimizer.step()
 
 It is composed of what a script can also write out, in five lines: docs/how-to/train-ddp.md.
@@ -13,7 +13,7 @@ It is composed of what a script can also write out, in five lines: docs/how-to/t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Sized
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -26,31 +26,19 @@ from torch.utils.data import DataLoader, Dataset
 from pyps.errors import InputError
 from pyps.formats import Profile
 from pyps.torch.checkpoint import load, save
-from pyps.torch.ddp_hook import Wire
-from pyps.torch.hook import weighted_hook
+from pyps.torch.global_mean import GlobalMean, Wire
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.weighted import WeightedHook
 
 _stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a step calls now
 
 
-class UnevenLoader(DataLoader[Any]):
-    """A DataLoader of uneven batches. Each loop over it is the next epoch, or the rest of a loaded one."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        sampler: Any = self.batch_sampler
-        if sampler.begun or not sampler.rounds:
-            sampler.set_epoch(sampler.epoch + 1)
-        return super().__iter__()
-
-
 class UnevenStep:
-    """Ends a step: the optimizer's, and the Rebalancer's. From the first gradient on, other calls of the
-    optimizer's step() raise InputError, unless its learning rates are 0.
+    """The backward pass of a step, and its end: the optimizer's, the sampler's and the Rebalancer's. From the
+    first gradient on, other calls of the optimizer's step() raise InputError, unless its learning rates are 0.
 
-    sampler, hook, balance: what uneven() has made, for all else that they can do.
+    sampler, mean, balance: what uneven() has made, for all else that they can do.
     """
 
     def __init__(
@@ -58,17 +46,23 @@ class UnevenStep:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         sampler: UnevenBatchSampler,
-        hook: WeightedHook,
+        mean: GlobalMean,
         balance: Rebalancer,
     ) -> None:
-        self.sampler, self.hook, self.balance = sampler, hook, balance
+        self.sampler, self.mean, self.balance = sampler, mean, balance
+        self.backward = mean.backward
         self._model, self._optimizer = model, optimizer
         with suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
             optimizer.register_step_pre_hook(self._check_caller)
 
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the step over all ranks' samples, as GlobalMean.loss."""
+        return self.mean.loss
+
     def __call__(self) -> None:
-        """Call it after each backward(), on all ranks."""
-        scaler = self.hook.scaler
+        """End the step, on all ranks."""
+        scaler = self.mean.scaler
         _stepping.add(self._optimizer)
         try:
             if scaler is None:
@@ -82,7 +76,7 @@ class UnevenStep:
         self.balance.step()
 
     def _check_caller(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in _stepping or self.hook.total is None:
+        if optimizer in _stepping or not self.mean.calls:
             return
         rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
         if any(float(rate) for rate in rates):  # torch.distributed.checkpoint makes a state with rates of 0
@@ -98,8 +92,8 @@ class UnevenStep:
         return load(folder, self._model, self._optimizer, self.sampler, **self._own(), **more)
 
     def _own(self) -> dict[str, Any]:
-        scaler = {} if self.hook.scaler is None else {"scaler": self.hook.scaler}
-        return {"hook": self.hook, "balance": self.balance, **scaler}
+        scaler = {} if self.mean.scaler is None else {"scaler": self.mean.scaler}
+        return {"mean": self.mean, "balance": self.balance, **scaler}
 
 
 def uneven(
@@ -112,20 +106,20 @@ def uneven(
     max_batch: int | None = None,
     seed: int = 0,
     drop_last: bool = False,
-    count: Callable[..., Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     wire: Wire = "same",
     scaler: Any = None,
     **loading: Any,
-) -> tuple[DistributedDataParallel, UnevenLoader, UnevenStep]:
+) -> tuple[DistributedDataParallel, DataLoader[Any], UnevenStep]:
     """The model, its data and the end of a step, for ranks on unlike devices; all ranks call it.
 
     model: on this rank's device; it is put into DistributedDataParallel unless it is there.
-    dataset: with a length; shuffled, each sample once an epoch.
+    dataset: with a length; shuffled, each sample once an epoch. Each loop over the loader is the next epoch, or
+        the rest of a loaded one, once its steps end.
     global_batch: the samples of a step, of all ranks together.
     optimizer: of the model's parameters.
     profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.
-    count, reduction, wire, scaler: as in weighted_hook.
+    reduction, wire, scaler: as in GlobalMean.
     loading: of the DataLoader, such as num_workers and collate_fn.
     Raises InputError for a dataset without a length, an optimizer of other parameters, a plan, and what
     makes batches elsewhere, such as batch_size.
@@ -137,15 +131,15 @@ def uneven(
         raise InputError("uneven", sorted(given)[0], "a value", "none: global_batch is of all ranks")
     if "plan" in loading:
         expected = "profile= of this rank's device; UnevenBatchSampler(dataset, plan) takes a plan"
-        raise InputError("uneven", "plan", "a value", f"{expected}, with weighted_hook and Rebalancer")
+        raise InputError("uneven", "plan", "a value", f"{expected}, with GlobalMean and Rebalancer")
     ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
     _check_optimizer(ddp, optimizer)
     split = agreed_split(global_batch, profile, max_batch=max_batch)
     sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last)
-    loader = UnevenLoader(dataset, batch_sampler=sampler, **loading)
-    hook = weighted_hook(ddp, sampler, count=count, reduction=reduction, wire=wire, scaler=scaler)
-    balance = Rebalancer(sampler, hook, profile, max_batch=max_batch)
-    return ddp, loader, UnevenStep(ddp, optimizer, sampler, hook, balance)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **loading)
+    mean = GlobalMean(ddp, sampler, reduction=reduction, wire=wire, scaler=scaler)
+    balance = Rebalancer(sampler, mean, profile, max_batch=max_batch)
+    return ddp, loader, UnevenStep(ddp, optimizer, sampler, mean, balance)
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

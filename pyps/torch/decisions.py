@@ -16,7 +16,7 @@ from pyps.solver.online.decide import Cadence, SplitChange
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.state import ReadingMessage
 from pyps.torch.consensus import Consensus
-from pyps.torch.rounds import RoundIndex, Rounds, TrainedRounds
+from pyps.torch.rounds import RoundIndex, Rounds
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,10 @@ class SplitDecisions:
         device: BalancedDevice,
         balancer: Balancer,
         sampler: Rounds,
-        trained: TrainedRounds,
         on_read: Callable[[SplitDecision], None],
     ) -> None:
         self._consensus, self._device, self._balancer = consensus, device, balancer
-        self._sampler, self._trained, self._on_read = sampler, trained, on_read
+        self._sampler, self._on_read = sampler, on_read
         self._cadence = Cadence(balancer.rules.window)
         self._reported_pass = 0
         self.steps = 0
@@ -96,19 +95,18 @@ class SplitDecisions:
         """As in Cadence: this rank's report. The window's times are added to what is known of the device.
         asked: a rank asked for it, so that what was known before may do.
         """
-        sampler, trained = self._sampler, self._trained
+        sampler = self._sampler
         batches = sampler.batch, sampler.latest_split[sampler.rank]
         reading = self._device.read(self._balancer.rules.window, asked, *batches)
-        self._reported_pass = trained.passes
-        drawn = sampler.max_drawn(trained.trained)
-        position = sampler.epoch, trained.trained, drawn, sampler.rounds
+        self._reported_pass = sampler.passes
+        position = sampler.epoch, sampler.trained, sampler.max_drawn(), sampler.rounds
         self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position))
 
     def decide(self, number: int, lead: int) -> None:
         """As in Cadence: decide, on the first rank. lead: rounds that each rank draws before it reads."""
         if self._consensus.decides:
             reports = self._consensus.reports(number, WindowReport)
-            self._consensus.decide(number, self._decided(reports, lead * self._trained.per_step))
+            self._consensus.decide(number, self._decided(reports, lead * self._sampler.per_step))
 
     def read(self, number: int) -> bool:
         """As in Cadence: take the decision; whether it is a change of the split."""
@@ -119,7 +117,7 @@ class SplitDecisions:
 
     def _decided(self, reports: Sequence[WindowReport], lead: int) -> SplitDecision:
         readings = [report.reading.reading() for report in reports]
-        states, start = _states(readings), _start(reports, lead, self._trained.per_step)
+        states, start = _states(readings), _start(reports, lead, self._sampler.per_step)
         if start is None and all(reading.seconds is not None for reading in readings):
             return SplitDecision(states, idle="no round of the epoch is left when all have read a decision")
         change, idle = self._balancer.decide_read(readings, self.steps - self._cadence.since)
@@ -129,7 +127,7 @@ class SplitDecisions:
         change = decision.change
         if change is None or change.start is None:
             return
-        if self._sampler.passes != self._reported_pass:
+        if self._sampler.rounds is None and self._sampler.passes != self._reported_pass:
             return  # a stream has ended since, on all ranks: the round of the change did not come
         self._sampler.replan(change.after, *change.start)
         self._balancer.adopt(change, [state.slowdown for state in decision.states])

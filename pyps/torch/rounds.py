@@ -1,17 +1,35 @@
-"""Rounds: what the sampler and the stream have in common, and all that a Rebalancer uses of them."""
+"""Rounds: what the sampler and the stream have in common, and all that a Rebalancer uses of them.
+
+Loops over the data move nothing. Each is a Reader, which knows where it began and how many batches its loop has
+taken. When a step ends, the position becomes that of the reader whose batches were trained: what DataLoader
+workers fetch ahead does not count, nor does a second loop that only looks at the data.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
 
 RoundIndex = tuple[int, int]  # an epoch and a round of it
+FRAMES = 8  # from a sampler's __iter__ up to the DataLoader's iterator, with wrappers between
+_weighted = False  # whether this process weighs its gradients
+
+
+def note_weights() -> None:
+    """Note that this process weighs its gradients."""
+    global _weighted
+    _weighted = True
 
 
 def default_rank() -> tuple[int, int]:
@@ -23,24 +41,96 @@ def default_rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+class Reader:
+    """One loop over the data.
+
+    epoch, position: where it begins. skipped: rounds that it leaves out at first. drawn: rounds that it has
+    handed out; items: batches of these, of which DataLoader workers may hold some that the loop has not taken.
+    """
+
+    def __init__(self, epoch: int, position: int, skipped: int = 0) -> None:
+        self.epoch, self.position, self.skipped = epoch, position, skipped
+        self.drawn = self.items = self.seen = 0
+        self.loader: ReferenceType[Any] | None = None
+        self.loop: ReferenceType[Any] | None = None
+        self._taken: int | None = None  # once it has ended
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop may go on."""
+        return self._taken is None and (self.loop is None or self.loop() is not None)
+
+    @property
+    def taken(self) -> int:
+        """Batches that the loop has taken."""
+        if self._taken is not None:
+            return self._taken
+        loader = None if self.loader is None else self.loader()
+        if self.loader is not None and loader is None:
+            return self.seen
+        ahead = getattr(loader, "_send_idx", 0) - loader._num_yielded if hasattr(loader, "_send_idx") else 0
+        return self.items - max(0, ahead)
+
+    def close(self) -> None:
+        """The loop has ended: its loader begins another one."""
+        self._taken = self.taken
+
+
+class StreamReader(Reader):
+    """A loop over a stream in a DataLoader's workers, which is known by the loader's iterator alone."""
+
+    @property
+    def taken(self) -> int:
+        loader = None if self.loader is None else self.loader()
+        return self.seen if loader is None else int(loader._num_yielded)
+
+
+def loader_of_caller() -> Any:
+    """The DataLoader's iterator that is beginning a loop in a frame above, or None."""
+    frame = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None or frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if isinstance(found := frame.f_locals.get("self"), _BaseDataLoaderIter):
+            return found
+    return None
+
+
 class Rounds(ABC):
     """A split, this rank's part of it, and its passes over the data, round by round.
 
-    epoch and position say where the next pass begins; drawn rounds of this one were handed out. The three
-    parameters are described in UnevenBatchSampler.
+    epoch and position say where the pass in training began; trained: its rounds whose steps have ended.
+    per_step: rounds of the latest step. passes: how many were begun in training. The three parameters are
+    described in UnevenBatchSampler.
     """
 
     def __init__(self, plan: PlanLike, rank: int | None, accumulate: int | Sequence[int]) -> None:
         own, ranks = default_rank()
-        self.split: Split = read_split(plan, ranks if rank is None else None)
+        self._splits: list[tuple[RoundIndex, Split]] = [((0, 0), read_split(plan, ranks if rank is None else None))]
         self.rank = own if rank is None else rank
         self._min_batches = check_accumulation(self.split, self.rank, accumulate)
-        self.epoch = 0
-        self.position = 0  # samples of this epoch that were consumed before the pass begins
-        self.drawn = 0
-        self.trained: int | None = None  # rounds of this pass, where a hook or a Rebalancer counts them
+        self.epoch = self.position = self.trained = self.passes = 0
+        self.per_step = 1
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
+        self._readers: list[Reader] = []
+        self._reader: Reader | None = None  # whose batches are trained
+
+    @property
+    def split(self) -> Split:
+        """The split of the latest round that was handed out for training."""
+        return self._split_at((self.epoch, max(0, self.drawn - 1)))
+
+    @property
+    def latest_split(self) -> Split:
+        """The split that was decided last, current or still to come."""
+        return self._splits[-1][1]
+
+    @property
+    def drawn(self) -> int:
+        """Rounds of the pass in training that this process has handed out."""
+        return 0 if self._reader is None else self._reader.drawn
 
     @property
     def global_batch(self) -> int:
@@ -69,39 +159,133 @@ class Rounds(ABC):
 
     @property
     @abstractmethod
-    def latest_split(self) -> Split:
-        """The split that was decided last, current or still to come."""
-
-    @property
-    @abstractmethod
-    def passes(self) -> int:
-        """How many passes were begun; the same on all ranks."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether rounds were handed out since the position was set."""
-        return self.drawn > 0
-
-    @property
-    @abstractmethod
     def rounds(self) -> int | None:
         """Rounds from `position` to the epoch's end, the same on all ranks; None if unknown until then."""
 
     @abstractmethod
-    def max_drawn(self, trained: int) -> int:
-        """The most rounds of this pass that may have been handed out by now, `trained` of them trained."""
+    def max_drawn(self) -> int:
+        """The most rounds of this pass that may have been handed out by now."""
 
     @abstractmethod
     def round_samples(self, number: int) -> tuple[int, int] | None:
         """A recently trained round of this pass: its samples, and this rank's; None for any other."""
 
     @abstractmethod
-    def state_dict(self, rounds: int) -> dict[str, Any]:
-        """The position after `rounds` trained rounds of this pass."""
+    def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
+        """The position after `rounds` trained rounds of this pass; by default, those whose steps have ended."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a position, with this object's own split."""
+
+    @abstractmethod
+    def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
+        """Take another split with the same B and ranks, from round `number` of `epoch` on."""
+
+    @abstractmethod
+    def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
+        """What all ranks have alike after a reader's loop has taken so many rounds."""
+
+    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
+        """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split).
+
+        The rounds of this epoch are counted from there on, as after load_state_dict().
+        """
+        now = self.epoch, rounds
+        later = [
+            (epoch, number - rounds if epoch == self.epoch else number, split)
+            for (epoch, number), split in self._splits
+            if (epoch, number) > now
+        ]
+        return [(self.epoch, 0, self._split_at(now)), *later]
+
+    def last_round(self) -> tuple[int, int] | None:
+        """The samples of the latest trained round, and this rank's; None if they are not known any more."""
+        return self._last_round
+
+    _last_round: tuple[int, int] | None = None
+
+    def has_read(self) -> bool:
+        """Whether a loss of a loop's batches was computed since the last step."""
+        return self._candidate is not None
+
+    def position_now(self) -> dict[str, Any]:
+        """What ranks compare in each step: where the loop is whose batches are computed now."""
+        reader = self._training()
+        return self._fields(reader, self.trained if reader is None else self._rounds_of(reader))
+
+    def end_step(self, rounds: int | None = None, passes: int = 1) -> None:
+        """A step has ended: the position moves on.
+
+        rounds: how many were trained; by default those that the loop has taken since the step before. passes:
+        micro-batches of the step, which say it where the data is read by no DataLoader that is known.
+        """
+        reader = self._training()
+        if reader is not self._reader and reader is not None:
+            self._adopt(reader)
+        if rounds is not None:
+            done = self.trained + rounds
+        elif reader is not None:
+            done = self._rounds_of(reader)
+        else:
+            done = self.trained + max(1, passes // self.accumulation)
+        if done == self.trained:
+            return
+        self.per_step, self.trained = done - self.trained, done
+        self._last_round = self.round_samples(done - 1)
+        if self.rounds is not None and done >= self.rounds:
+            self._begin_epoch(self.epoch + 1)
+
+    def _rounds_of(self, reader: Reader) -> int:
+        """The rounds that a reader's loop has taken."""
+        return reader.skipped + -(-reader.taken // self.accumulation)
+
+    def _training(self) -> Reader | None:
+        """The reader whose batches are computed now: the one so far if its loop has taken some since this was
+        asked last, else the one that began last.
+        """
+        self._find_readers()
+        self._readers = [one for one in self._readers if one.is_alive or one is self._reader]
+        moved = [one for one in self._readers if one.taken > one.seen]
+        for one in moved:
+            one.seen = one.taken
+        known = self._candidate if self._candidate is not None else self._reader
+        if moved and known not in moved:
+            self._candidate = moved[-1]
+        return self._candidate if self._candidate is not None else self._reader
+
+    _candidate: Reader | None = None  # a reader whose first step has not ended
+
+    def _find_readers(self) -> None:
+        """Note loops that began where this object could not see it."""
+
+    def _adopt(self, reader: Reader) -> None:
+        """The reader's loop is the one in training from now on."""
+        if reader.epoch != self.epoch:
+            self._begin_epoch(reader.epoch)
+        elif self.trained:
+            self.passes += 1
+        self.position, self.trained = reader.position, reader.skipped
+        self._reader, self._candidate = reader, None
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Training stands at the first sample of an epoch."""
+        forward = epoch > self.epoch
+        split = self._split_at((epoch, 0)) if forward else self.latest_split
+        later = [(start, other) for start, other in self._splits if forward and start > (epoch, 0)]
+        self._splits = [((epoch, 0), split), *later]
+        self.epoch, self.position, self.trained = epoch, 0, 0
+        self._reader = self._candidate = None
+        self.passes += 1
+
+    def _split_at(self, start: RoundIndex) -> Split:
+        """The newest split that starts at this round or before."""
+        found = self._splits[0][1]
+        for at, split in self._splits[1:]:
+            if at > start:
+                break
+            found = split
+        return found
 
     def _check_epoch(self, epoch: int) -> None:
         """Raise InputError for an epoch before that of the state that was loaded."""
@@ -109,61 +293,36 @@ class Rounds(ABC):
             expected = f"{self.resumed_epoch} or later, as in the checkpoint: range(sampler.epoch, ...)"
             raise InputError("set_epoch", "epoch", str(epoch), expected)
 
-    def _pass_begins(self) -> None:
-        self.trained = None if self.trained is None else 0
+    def _resumed(self, epoch: int, position: int) -> None:
+        """Training stands where a state that was loaded says."""
+        split = self.split
+        self._reader = self._candidate = None
+        self._readers = []
+        self.epoch = self.resumed_epoch = epoch
+        self.position, self.trained = position, 0
+        self._splits = [((epoch, 0), split)]
+        self.passes += 1
+
+    def _begin_reading(self, reader: Reader, loader: Any) -> None:
+        """A loop begins, in a DataLoader's iterator if that is known."""
+        if loader is not None:
+            for other in self._readers:
+                if other.loader is not None and other.loader() is loader:
+                    other.close()
+            reader.loader = ref(loader)
+        self._readers.append(reader)
         function, self.before_pass = self.before_pass, None
         if function is not None:
             function()
 
-    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
-        """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split).
+    def _warn_without_weights(self) -> None:
+        """Warn where ranks with unequal batches train without weights."""
+        import torch.distributed as dist
 
-        The rounds of this epoch are counted from there on, as after load_state_dict().
-        """
-        return [(self.epoch, 0, self.latest_split)]
-
-    @abstractmethod
-    def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
-        """Take another split with the same B and ranks, from round `number` of `epoch` on."""
-
-
-class TrainedRounds:
-    """The rounds of a sampler's pass that were trained, counted after each: `trained` in this pass."""
-
-    def __init__(self, sampler: Rounds) -> None:
-        self._sampler = sampler
-        self.passes = self.trained = 0
-        self.per_step = 1  # rounds of the latest step: more in a loop that accumulates several of them
-        self._before_pass = 0
-
-    def skip(self, rounds: int) -> None:
-        """The next pass begins with that many rounds that are read but not trained."""
-        self._before_pass = rounds
-
-    def has_gradient(self) -> None:
-        """The round after those that were counted has its gradient: what is saved now holds it."""
-        same = self._sampler.passes == self.passes
-        self._sampler.trained = self.per_step + (self.trained if same else self._before_pass)
-
-    def count(self, backwards: int = 1, samples: int | None = None) -> tuple[int, int] | None:
-        """A step was trained, of so many passes and samples of this rank: the samples of its last round, and
-        this rank's; None if they are not known any more.
-        """
-        if self._sampler.passes != self.passes:
-            self.passes, self.trained, self._before_pass = self._sampler.passes, self._before_pass, 0
-        self.per_step = self._rounds_of(max(1, backwards // self._sampler.accumulation), samples)
-        self.trained += self.per_step
-        self._sampler.trained = self.trained
-        return self._sampler.round_samples(self.trained - 1)
-
-    def _rounds_of(self, most: int, samples: int | None) -> int:
-        """How many rounds a step of so many samples was: fewer than `most` where a script has cut batches."""
-        total = 0
-        for number in range(most if samples is not None else 0):
-            found = self._sampler.round_samples(self.trained + number)
-            if found is None:
-                break
-            total += found[1]
-            if total >= samples:  # type: ignore[operator]
-                return number + 1
-        return most
+        grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if grouped and not _weighted and len(set(self.split)) > 1:
+            warnings.warn(
+                f"batches {list(self.split)} differ, but no GlobalMean is in use: "
+                "the average over ranks is not the gradient of all samples",
+                stacklevel=3,
+            )

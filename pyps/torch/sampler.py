@@ -10,15 +10,16 @@ them can resume from it.
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import BatchSampler, Sampler
 
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
-from pyps.torch.rounds import RoundIndex, Rounds
+from pyps.torch.rounds import Reader, RoundIndex, Rounds, loader_of_caller
 from pyps.torch.schedule import (
     PlanLike,
     check_minima,
@@ -28,7 +29,6 @@ from pyps.torch.schedule import (
     read_split,
     round_sizes,
 )
-from pyps.torch.weighting import warn_without_weights
 from pyps.worker.sampling import MAX_SEED, permutation
 
 OF_SAMPLES = BatchSampler.__iter__.__code__  # it makes batches of a sampler's samples
@@ -63,14 +63,10 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
         self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
-        self.drawn = 0  # rounds of this epoch that were handed out, counted from `position`
-        self._round_samples: list[tuple[int, int]] = []  # for each of these: its samples, and this rank's
-        self._round_splits: list[Split] = []
-        self._passes = 0
-        self._planned: list[tuple[RoundIndex, Split]] = []
         self._next: Split | None = None  # of another B, for the next epoch
         self._past: RoundIndex = (0, 0)
-        self.sizes()
+        self._known_sizes: tuple[Any, list[int]] = (None, [])
+        self._check_rounds(self.split)
 
     @property
     def sampler(self) -> UnevenBatchSampler:
@@ -83,68 +79,83 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         return self.global_batch // self.accumulation
 
     @property
-    def latest_split(self) -> Split:
-        """The split that was decided last, current or still to come."""
-        return self._planned[-1][1] if self._planned else self.split
-
-    @property
-    def passes(self) -> int:
-        """How many passes were begun."""
-        return self._passes
-
-    @property
     def rounds(self) -> int:
         """Rounds from `position` to the epoch's end; the same on all ranks."""
         return len(self.sizes())
 
-    def max_drawn(self, trained: int) -> int:
+    def max_drawn(self) -> int:
         """Rounds that were handed out: indices are drawn in this process, even for DataLoader workers."""
         return self.drawn
 
     def round_samples(self, number: int) -> tuple[int, int] | None:
-        """The samples of a round that was handed out, and this rank's; None for any other."""
-        return self._round_samples[number] if number < len(self._round_samples) else None
+        """The samples of a round of this pass, and this rank's; None for any other."""
+        sizes = self.sizes()
+        if not 0 <= number < len(sizes):
+            return None
+        begin, end = self._range(self.epoch, number, sizes[number])
+        return sizes[number], end - begin
 
     def __len__(self) -> int:
         return self.rounds * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        caller = inspect.currentframe()
-        if caller is not None and caller.f_back is not None and caller.f_back.f_code is OF_SAMPLES:
+        caller = sys._getframe(1)
+        if caller.f_code is OF_SAMPLES:
             raise InputError(
                 "DataLoader", "sampler", "an UnevenBatchSampler", "batch_sampler=, without batch_size"
             )
-        return self._batches()
+        loader = loader_of_caller()
+        reader = self._new_reader(loader)
+        self._begin_reading(reader, loader)
+        batches = self._batches(reader)
+        reader.loop = ref(batches)
+        return batches
 
-    def _batches(self) -> Iterator[list[int]]:
-        self._pass_begins()
-        if self.drawn:
-            self._begin_again()
-        order = self._order()
-        first = self.position
-        self.drawn, self._round_samples, self._round_splits = 0, [], []
-        self.trained = None
-        self._passes += 1
-        if self._passes == 2:
-            warn_without_weights(self.split)
-        for number, size in enumerate(self.sizes()):
-            if self._passes == 1 and number == TRAINED_ROUNDS:
-                warn_without_weights(self.split)
-            self._adopt((self.epoch, number))
-            self.drawn = number + 1
-            begin, end = rank_range(size, self.split, self.rank, self._min_batches)
-            self._round_samples.append((size, end - begin))
-            self._round_splits.append(self.split)
-            if (self.epoch, number) < self._past and self.epoch == self._past[0]:
-                first += size
-                continue
-            yield from self._cut(order[first + begin : first + end])
+    def _new_reader(self, loader: Any) -> Reader:
+        """A loop from where training stands; of the next epoch, if the loop that trained this one is gone."""
+        now = self._reader
+        ended = now is not None and (not now.is_alive or (now.loader is not None and now.loader() is loader))
+        if self._candidate is None and ended and self.trained:
+            return Reader(self.epoch + 1, 0)
+        return Reader(self.epoch, self.position, self._past[1] if self._past[0] == self.epoch else 0)
+
+    def _batches(self, reader: Reader) -> Iterator[list[int]]:
+        order = self._order(reader.epoch)
+        first = reader.position
+        if self.passes == 1:
+            self._warn_without_weights()
+        for number, size in enumerate(self._sizes_of(reader.epoch, reader.position)):
+            if not self.passes and number == TRAINED_ROUNDS:
+                self._warn_without_weights()
+            reader.drawn = number + 1
+            begin, end = self._range(reader.epoch, number, size)
+            if number >= reader.skipped:
+                for batch in self._cut(order[first + begin : first + end]):
+                    reader.items += 1
+                    yield batch
             first += size
+
+    def _range(self, epoch: int, number: int, size: int) -> tuple[int, int]:
+        """This rank's samples among those of a round: from, to."""
+        split = self._next if epoch > self.epoch and self._next is not None else self._split_at((epoch, number))
+        return rank_range(size, split, self.rank, self._min_batches)
 
     def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:
         """This rank's part of a round in its micro-batches."""
         for low, high in micro_batches(0, len(part), self.accumulation):
             yield [int(k) for k in part[low:high]]
+
+    def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
+        epoch, position = (self.epoch, self.position) if reader is None else (reader.epoch, reader.position)
+        sizes = self._sizes_of(epoch, position)
+        return {
+            "epoch": epoch,
+            "position in the epoch": position + sum(sizes[:rounds]),
+            "split": self._split_at((epoch, max(0, rounds - 1))),
+            "seed": (self.seed, self.shuffle),
+            "samples of an epoch": (self.length, self.drop_last),
+            "decided splits": tuple(self._splits),
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, at its first sample; the same number again changes nothing.
@@ -154,10 +165,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         epoch += self.first_epoch
         self._check_epoch(epoch)
         if epoch != self.epoch:
-            self.epoch, self.position, self.drawn, self.trained = epoch, 0, 0, None
-            self._round_samples, self._round_splits = [], []  # those of the epoch before
-            self._take_next()
-            self._adopt((epoch, 0))
+            self._begin_epoch(epoch)
 
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on.
@@ -170,22 +178,22 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         if start < (self.epoch, self.drawn):
             expected = f"{(self.epoch, self.drawn)} or later: it is handed out"
             raise InputError("replan", "round", f"{start}", expected)
-        self._planned = sorted([*(item for item in self._planned if item[0] < start), (start, split)])
-        if start == (self.epoch, self.drawn):
-            self._adopt(start)
+        self._splits = [*(item for item in self._splits if item[0] < start), (start, split)]
 
     def resize(self, plan: PlanLike, *, at_once: bool = False) -> None:
         """Take a split of another B, from the next epoch on; at_once: before any round was handed out.
 
-        Changes of the split in force that were to come are dropped. All ranks call it with the same plan.
-        Raises InputError for other ranks, or too small batches.
+        An epoch of which no round was handed out takes it at once. Changes of the split in force that were to
+        come are dropped. All ranks call it with the same plan. Raises InputError for other ranks, too small
+        batches, and a B that leaves an epoch without a round.
         """
         split = read_split(plan, len(self.split))
         check_minima(split, self._min_batches)
-        round_sizes(self.length, split, self._min_batches, self.drop_last)
-        self._planned, self._next = [], split
-        if at_once:
-            self._take_next()
+        self._check_rounds(split)
+        if at_once or not (self.trained or self.drawn):
+            self._splits, self._next = [((self.epoch, 0), split)], None
+        else:
+            self._splits, self._next = [((self.epoch, 0), self.split)], split
 
     @property
     def next_split(self) -> Split | None:
@@ -200,9 +208,9 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
         """The position after `rounds` trained rounds of the epoch, counted since it began or was loaded.
 
-        By default all rounds that were handed out. With DataLoader workers, which fetch ahead, give `rounds`.
+        By default those whose steps have ended.
         """
-        done = self.drawn if rounds is None else rounds
+        done = self.trained if rounds is None else rounds
         if not 0 <= done <= len(sizes := self.sizes()):
             raise InputError("sampler", "rounds", str(done), f"0 to {len(sizes)}, the rounds of this epoch")
         return {
@@ -227,62 +235,56 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         if not isinstance(position, int) or not 0 <= position <= self.length:
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
         round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
-        self.epoch, self.position, self.seed, self.drawn = epoch, position, seed, 0
-        self.resumed_epoch, self.trained = epoch, None
-        self._planned, self._past = [], (0, 0)
+        self.seed, self._past = seed, (0, 0)
+        self._resumed(epoch, position)
+        if position == self.length:
+            self._begin_epoch(epoch + 1)
 
     def skip(self, rounds: int) -> None:
         """Begin the epoch after `rounds` rounds, with the split and the changes that are due then."""
-        planned = self._planned
+        changes = self.changes(rounds)
         self.load_state_dict(self.state_dict(rounds))
-        for (epoch, number), split in planned:
-            self.replan(split, epoch, max(number - rounds, 0) if epoch == self.epoch else number)
+        for epoch, number, split in changes:
+            self.replan(split, *max((epoch, number), (self.epoch, 0)))
 
     def read_past(self, rounds: int) -> None:
         """Passes of this epoch leave its first rounds out, but keep its length. After all, the next epoch."""
         if rounds >= self.rounds:
             self.set_epoch(self.epoch + 1 - self.first_epoch)
         else:
-            self._past = self.epoch, rounds
-
-    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
-        """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split)."""
-        splits = [*self._round_splits[rounds:], self.split]
-        found = [(self.epoch, k, split) for k, split in enumerate(splits) if k == 0 or split != splits[k - 1]]
-        planned = [(e, number - rounds if e == self.epoch else number, s) for (e, number), s in self._planned]
-        return [*found, *planned]
+            self._past, self.trained = (self.epoch, rounds), rounds
 
     def sizes(self) -> list[int]:
         """The samples of each round from `position` to the epoch's end."""
-        return round_sizes(self.length - self.position, self.split, self._min_batches, self.drop_last)
+        return self._sizes_of(self.epoch, self.position)
 
-    def _take_next(self) -> None:
-        """The split of another B that was to come."""
-        self.split, self._next = self._next or self.split, None
+    def _sizes_of(self, epoch: int, position: int) -> list[int]:
+        split = self._next if epoch > self.epoch and self._next is not None else self._splits[0][1]
+        key = position, sum(split), sum(self._min_batches)
+        if self._known_sizes[0] != key:
+            sizes = round_sizes(self.length - position, split, self._min_batches, self.drop_last)
+            self._known_sizes = key, sizes
+        return self._known_sizes[1]
 
-    def _begin_again(self) -> None:
-        """Another pass over the same epoch, without set_epoch(): what was to hold from the last one's rounds
-        on, or from the next epoch's first, holds now. All ranks know the same of it between two passes.
-        """
-        if self.drawn == self.rounds:
-            self.position = 0  # from the first sample, even after a resumed part
-        now, next_one = (self.epoch, 0), (self.epoch + 1, 0)
-        self._planned = [(now if start <= next_one else start, split) for start, split in self._planned]
-        self._take_next()
+    def _begin_epoch(self, epoch: int) -> None:
+        super()._begin_epoch(epoch)
+        if self._next is not None:
+            self._splits, self._next = [((epoch, 0), self._next)], None
 
-    def _order(self) -> Any:
-        return permutation(self.seed, self.epoch, self.length) if self.shuffle else range(self.length)
-
-    def _adopt(self, start: RoundIndex) -> None:
-        """Take the newest split that starts at this round or before."""
-        while self._planned and self._planned[0][0] <= start:
-            self.split = self._planned.pop(0)[1]
+    def _order(self, epoch: int) -> Any:
+        return permutation(self.seed, epoch, self.length) if self.shuffle else range(self.length)
 
     def _check(self) -> None:
         if self.length < 1:
             raise InputError("sampler", "dataset", "no samples", "at least one")
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError("sampler", "seed", str(self.seed), f"0 to {MAX_SEED}")
+
+    def _check_rounds(self, split: Split) -> None:
+        """Raise InputError for an epoch without a round."""
+        if not round_sizes(self.length, split, self._min_batches, self.drop_last):
+            expected = f"at least {sum(split)}, the global batch, with drop_last"
+            raise InputError("sampler", "dataset", f"{self.length} samples", expected)
 
 
 def _length_of(dataset: Sized | int) -> int:

@@ -14,17 +14,20 @@ out, are in memory that these processes share.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
-from pyps.torch.rounds import Rounds
+from pyps.torch.rounds import Reader, Rounds, StreamReader, loader_of_caller
 from pyps.torch.schedule import PlanLike, check_replan, least_round, micro_batches, rank_range
 
 REMEMBERED = 256  # rounds, and changes of the split: more than any loader fetches ahead
@@ -58,14 +61,19 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self.dataset = dataset
         self.transform, self.collate, self.drop_last = transform, collate, drop_last
         self.prefetch_factor = prefetch_factor
-        self.drawn = 0  # rounds that this process has handed out in this pass
         self._numbers = _shared(3)
         self._sizes = _shared(REMEMBERED, 2)
         self._changes = _shared(REMEMBERED, 1 + len(self.split))
         self._decided_here = 0  # changes by replan() of this copy
         self._applied = 0  # changes that this copy has taken
-        self._passes_before = 0
         self._process = 0  # the one that began the latest pass of this copy
+        self._current: Split | None = None  # of the pass that this copy has begun
+        self._known_loops = 0  # passes of all processes when loops were looked for
+
+    @property
+    def split(self) -> Split:
+        """The split of the latest round that this copy has handed out."""
+        return self._splits[0][1] if getattr(self, "_current", None) is None else self._current
 
     @property
     def latest_split(self) -> Split:
@@ -74,25 +82,15 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         return self._change(changes - 1)[1] if changes > self._applied else self.split
 
     @property
-    def passes(self) -> int:
-        """How many passes were begun, in any process."""
-        return int(self._numbers[PASSES])
-
-    @property
-    def begun(self) -> bool:
-        """Whether a pass began, in any process, since the position was set."""
-        return self.passes > self._passes_before
-
-    @property
     def rounds(self) -> None:
         """Unknown until the stream ends."""
         return None
 
-    def max_drawn(self, trained: int) -> int:
+    def max_drawn(self) -> int:
         """The most rounds that may have been handed out, with those that DataLoader workers fetch ahead."""
         if not (workers := int(self._numbers[WORKERS])):
             return self.drawn
-        return trained + -(-self.prefetch_factor * workers // self.accumulation) + 1
+        return self.trained + -(-self.prefetch_factor * workers // self.accumulation) + 1
 
     def round_samples(self, number: int) -> tuple[int, int] | None:
         """A recently trained round: its samples, and this rank's."""
@@ -102,21 +100,54 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        if worker is None:
-            self._pass_begins()
+        reader = Reader(self.epoch, self.position)
         self._begin_pass(index, 0 if worker is None else workers)
+        if worker is None:
+            self._known_loops = int(self._numbers[PASSES])
+            self._begin_reading(reader, loader_of_caller())
+        batches = self._batches(reader, index, workers)
+        reader.loop = ref(batches)
+        return batches
+
+    def _batches(self, reader: Reader, index: int, workers: int) -> Iterator[Any]:
         item = 0
         for number, samples in enumerate(self._rounds()):
-            self._adopt(number)
+            self._adopt_changes(number)
             begin, end = rank_range(len(samples), self.split, self.rank, self._min_batches)
             self._sizes[number % REMEMBERED] = torch.tensor([len(samples), end - begin])
-            self.drawn = number + 1
+            reader.drawn = number + 1
             for low, high in micro_batches(begin, end, self.accumulation):
                 # The loader asks its workers in order, so the batches are in order too.
                 if item % workers == index:
                     kept = samples[low:high]
+                    reader.items += 1
                     yield self.collate([self.transform(x) for x in kept] if self.transform else kept)
                 item += 1
+
+    def _find_readers(self) -> None:
+        """Loops in DataLoader workers begin out of this object's sight; their iterators are in this process."""
+        passes = int(self._numbers[PASSES])
+        if not int(self._numbers[WORKERS]) or passes == self._known_loops:
+            return
+        self._known_loops = passes
+        known = [one.loader() for one in self._readers if one.loader is not None]
+        for found in gc.get_referrers(self):
+            holders = gc.get_referrers(found) if isinstance(found, dict) else [found]
+            for loader in holders:
+                if isinstance(loader, _BaseDataLoaderIter) and not any(loader is one for one in known):
+                    reader = StreamReader(self.epoch, self.position)
+                    reader.loader = reader.loop = ref(loader)
+                    self._readers.append(reader)
+                    known.append(loader)
+
+    def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
+        size, _ = self.round_samples(rounds - 1) or (0, 0)
+        return {
+            "epoch": self.epoch,
+            "position in the stream": self.position + (rounds - 1) * self.global_batch if rounds else 0,
+            "samples of the round": size if rounds else 0,
+            "split": self.latest_split,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, at its first sample; the same number again changes nothing.
@@ -125,8 +156,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         """
         self._check_epoch(epoch)
         if epoch != self.epoch:
-            self.epoch, self.position, self.trained = epoch, 0, None
-            self._passes_before = self.passes
+            self._begin_epoch(epoch)
 
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of the current pass on.
@@ -149,18 +179,23 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
             self._numbers[CHANGES] = changes  # last: a process that sees it sees the split too
         self._decided_here = changes
         if has_workers:
-            self.split, self._applied = split, changes  # of this copy, for workers started later
+            self._current, self._applied = split, changes  # of this copy, for workers started later
         else:
-            self._adopt(self.drawn)
+            self._adopt_changes(self.drawn)
 
     def _change(self, number: int) -> tuple[int, Split]:
         """The round at which a change starts, and its split."""
         at, *split = self._changes[number % REMEMBERED].tolist()
         return at, tuple(split)
 
-    def state_dict(self, rounds: int) -> dict[str, Any]:
-        """The position after `rounds` trained rounds, counted since the stream began or was loaded."""
-        return {"epoch": self.epoch, "position": self.position + rounds * self.global_batch}
+    def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
+        """The position after `rounds` trained rounds of this pass; by default, those whose steps have ended."""
+        done = self.trained if rounds is None else rounds
+        return {"epoch": self.epoch, "position": self.position + done * self.global_batch}
+
+    def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
+        """The split that was decided last, from the next round on."""
+        return [(self.epoch, 0, self.latest_split)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, with this object's own split and ranks; consumed samples are skipped."""
@@ -168,9 +203,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or position < 0:
             found = repr((epoch, position))
             raise InputError("stream state", "epoch, position", found, "whole numbers from 0")
-        self.epoch = self.resumed_epoch = epoch
-        self.position, self.trained = position, None
-        self._passes_before = self.passes
+        self._resumed(epoch, position)
 
     def _begin_pass(self, index: int, workers: int) -> None:
         """Take all changes that the training process had decided when the pass began."""
@@ -180,13 +213,12 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         self._process = os.getpid()
         # All workers' copies were made at the same time, so they take the same changes here.
         if self._decided_here > self._applied:
-            self._applied, self.split = self._decided_here, self._change(self._decided_here - 1)[1]
-        self.drawn = 0
+            self._applied, self._current = self._decided_here, self._change(self._decided_here - 1)[1]
         if index == 0:
             self._numbers[WORKERS] = workers
             self._numbers[PASSES] += 1
 
-    def _adopt(self, number: int) -> None:
+    def _adopt_changes(self, number: int) -> None:
         """Take the changes that start at a round that is about to be handed out."""
         while self._applied < int(self._numbers[CHANGES]):
             at, split = self._change(self._applied)
@@ -194,7 +226,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
                 return
             if at < number:
                 raise InputError("replan", "round", str(at), f"{number} or later: it is handed out")
-            self._applied, self.split = self._applied + 1, split
+            self._applied, self._current = self._applied + 1, split
 
     def _rounds(self) -> Iterator[list[Any]]:
         """The samples of each round, read far enough ahead to recognize the last one."""
@@ -204,13 +236,19 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         size, least = self.global_batch, sum(self._min_batches)
         needed = least_round(size, self._min_batches)
         ahead = list(islice(source, size + needed))
+        any_round = False
         while len(ahead) == size + needed:
+            any_round = True
             yield ahead[:size]
             ahead = [*ahead[size:], *islice(source, size)]
         if self.drop_last:
             ahead = ahead[:size] if len(ahead) >= size else []
+            if not ahead and not any_round and not self.position:
+                raise InputError("stream", "length", "no round", f"at least {size} samples, with drop_last")
         elif 0 < len(ahead) < least:
             raise InputError("stream", "length", f"{len(ahead)} samples", f"at least {least}, for all ranks")
+        elif not ahead and not any_round and not self.position:
+            raise InputError("stream", "length", "no samples", f"at least {least}, for all ranks")
         if ahead:
             yield ahead
 
