@@ -1,10 +1,10 @@
 """AdaptiveBatch: the global batch grows with the noise of the gradients, and the learning rate with it.
 
-    noise, balance = GradientNoise(hook), Rebalancer(sampler, hook)
+    noise, balance = GradientNoise(mean), Rebalancer(sampler, mean)
     adaptive = AdaptiveBatch(noise, balance, optimizer, max_batch=2048)
     for epoch in ...:
         for ...:
-            loss.backward(); noise.step(); optimizer.step(); balance.step()
+            mean.backward(loss); noise.step(); optimizer.step(); balance.step()
         adaptive.epoch()
 
 At the end of an epoch all ranks know the same noise scale, and tell each other what a step costs their
@@ -82,6 +82,8 @@ class AdaptiveBatch:
         self.base_batch, self.factor = sampler.global_batch, 1.0
         self.history = [sampler.global_batch]
         self._sampler, self._noise, self._balance, self._optimizer = sampler, noise, balance, optimizer
+        if sampler.drop_last:  # a larger batch than the data set would leave epochs without a round
+            max_batch = min(max_batch, sampler.length)
         self._most, self._rule, self._schedulers = max_batch, rule, schedulers
         self._least_efficiency, self._overhead_seconds = least_efficiency, overhead_seconds
 
@@ -105,11 +107,11 @@ class AdaptiveBatch:
 
     def _devices(self) -> list[RankDevice]:
         """Of all ranks with samples of their own, in each group of such ranks the same."""
-        hook = self._balance.hook
+        mean = self._balance.mean
         every: list[Any] = [None] * len(self._sampler.split)
-        dist.all_gather_object(every, self._balance.device, group=hook.group)
-        if hook.peers is not None:
-            dist.broadcast_object_list(every, src=dist.get_global_rank(hook.peers, 0), group=hook.peers)
+        dist.all_gather_object(every, self._balance.device, group=mean.group)
+        if mean.peers is not None:
+            dist.broadcast_object_list(every, src=dist.get_global_rank(mean.peers, 0), group=mean.peers)
         return every
 
     def state_dict(self) -> dict[str, Any]:

@@ -87,7 +87,6 @@ class Agreement:
             found = torch.cat([found, rest], 1)
         return found[self._own]
 
-
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(self.ranks), len(row), dtype=row.dtype)
         work = dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True)
@@ -129,7 +128,9 @@ class Agreement:
 
     def _raise_difference(self, fields: Fields) -> None:
         every: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(every, {name: repr(value) for name, value in fields.items()}, group=self._group)
+        dist.all_gather_object(
+            every, {name: repr(value) for name, value in fields.items()}, group=self._group
+        )
         for name in dict.fromkeys(name for one in every for name in one):
             values = [one.get(name, "nothing") for one in every]
             if len(set(values)) > 1:

@@ -24,8 +24,8 @@ from pyps.errors import InputError
 from pyps.torch.norm import equally_weighted, sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
-from pyps.torch.weighted import unweighted
-from pyps.torch.weighting import rows_of
+from pyps.torch.accumulate import samples_of
+from pyps.torch.global_mean import unweighted
 
 TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]
@@ -76,13 +76,13 @@ def check_gradient(
     group, module = reductions.group, reductions.module
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, tree_map(_to("cpu"), tuple(batch)), group=group)
-    batches = tuple(rows_of(one) for one in gathered)
+    batches = tuple(samples_of(one) for one in gathered)
     if plan is not None and (planned := read_split(plan)) != batches:
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
     with _restored(model, reductions.parameters), equally_weighted(module):
         right = reductions.alone(loss, whole)
-        averaged, weighted = reductions.averages(loss, batch, rows_of(batch) / sum(batches))
+        averaged, weighted = reductions.averages(loss, batch, samples_of(batch) / sum(batches))
         with reductions.uncounted():
             is_sum = _is_sum(module, loss, whole)
     with _restored(model, reductions.parameters):

@@ -41,7 +41,7 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
-from pyps.torch.consensus import Consensus
+from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.older import DTensor, distribute_tensor
@@ -83,6 +83,7 @@ def save(
     whose parameters each rank has a part without a name.
     """
     _check_torch()
+    _meet("save", state, group)
     _refuse_divided(model)
     number = step if step is not None else _samples(sampler, rounds)
     tensors: dict[str, torch.Tensor] = {}
@@ -173,6 +174,7 @@ def load(
     for another model, and for a state that the checkpoint does not have.
     """
     _check_torch()
+    _meet("load", state, group)
     found = _agreed(lambda: _find(Path(folder)), group)
     if found is None:
         return None
@@ -218,6 +220,15 @@ def _describing(path: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise InputError(str(path), "state", repr(error), "that of pyps.torch.save") from error
+
+
+def _meet(call: str, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise InputError where a rank does not make the call that all of them have to."""
+    means = [value for value in state.values() if isinstance(value, GlobalMean)]
+    if means:
+        means[0].meet(f"pyps.torch.{call}()")
+    else:
+        Consensus(f"pyps.torch.{call}", group, DEADLINE_SECONDS)
 
 
 def _check_torch() -> None:

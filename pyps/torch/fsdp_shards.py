@@ -151,7 +151,9 @@ class ShardedModel(Wrapped):
 
     def _known(self) -> set[int]:
         """While parameters are gathered, modules have others in their place."""
-        every = [(one.sharded_param, getattr(one, "_unsharded_param", None)) for one in self.shards.parameters()]
+        every = [
+            (one.sharded_param, getattr(one, "_unsharded_param", None)) for one in self.shards.parameters()
+        ]
         return {id(shown) for shown in chain.from_iterable(every)}
 
     def reduces(self) -> bool:

@@ -27,13 +27,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch.agreement import Agreement
 from pyps.torch.consensus import DEADLINE_SECONDS
 from pyps.torch.accumulate import MicroBatches
-from pyps.torch.rounds import Rounds
+from pyps.torch.rounds import Rounds, note_weights
+from pyps.torch.waiting import Waiting, meetings_of
 from pyps.torch.wrapped import Wrapped, wrapped_models
 from pyps.worker.terms import Number, Term, terms_of
 
@@ -111,6 +111,10 @@ class GlobalMean:
         self.reduction, self.sampler, self.scaler, self.wire = reduction, sampler, scaler, wire
         self._agreement = Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
         self.ranks = dist.get_world_size(self.group)
+        self.waiting = Waiting.on(self.device)
+        self.asks = self.asked = (
+            False  # whether this rank, or any, wants a decision on the split with this step
+        )
         self.calls = 0  # backward passes that reduced since the last step
         self.passes = 1  # micro-batches of the latest of them on this rank
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
@@ -124,7 +128,8 @@ class GlobalMean:
         self._micro_batches = MicroBatches(self)
         self._wire = first.install_wire(wire, scaler) if wire != "same" else None
         for one in self.models:
-            one.refuse_plain_backward(lambda: _open > 0)
+            one.watch(self._arrived)
+        note_weights()
 
     def _refused_options(self) -> InputError | None:
         """What this rank refuses of its options."""
@@ -228,6 +233,21 @@ class GlobalMean:
         """Whether the next pass computes samples that another pass counts: its gradient enters times 0."""
         self._empty = empty
 
+    def meet(self, call: str) -> None:
+        """Wait until all ranks make this call. Raises InputError on all of them where one makes another one."""
+        self._agreement.exchange({"call": call}, [])
+
+    def meetings(self) -> int:
+        """How often the ranks of the group, or all, have met."""
+        return meetings_of(self.group, dist.group.WORLD)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        """A parameter has its gradient of this rank."""
+        if not _open:
+            expected = "mean.backward(loss)"
+            raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
+        self.waiting.ready()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the models."""
         return (parameter for one in self.models for parameter in one.parameters())
@@ -301,6 +321,7 @@ class GlobalMean:
         """What all ranks of a step have alike."""
         position = {} if self.sampler is None else self.sampler.position_now()
         return {
+            "call": "backward()",
             **position,
             "backward() calls in this step": self.calls,
             "wire": self.wire,
@@ -314,22 +335,24 @@ class GlobalMean:
 
     # A pass that reduces
 
-    def _begin(
-        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call
-    ) -> None:
+    def _begin(self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call) -> None:
         held, self._held = self._held, None
         if held is not None:
             error = error or held.error or self._add(held, loss, terms)
         error = error or self._refused_number(loss)
-        counts = [term.count for term in terms] if held is None or error else list(held.counts)
+        counts: list[Number | None] = [term.count for term in terms]
+        if held is not None and error is None:
+            counts = list(held.counts)
         value = loss.detach().double() if held is None or error else held.mean_loss()
         on_device = loss.device.type != "cpu" or any(_is_on_device(term) for term in terms)
-        host = [float(self.passes), math.nan if on_device else float(value)]
+        host = [float(self.passes), math.nan if on_device else float(value), float(self.asks)]
         for term, count in zip(terms, counts, strict=True):
             host += [_on_host(count), term.constant]
         fields = self._fields(loss, terms)
-        rows = self._agreement.exchange(fields, host, error)
-        numbers = rows[:, 2:].view(len(rows), len(terms), 2)
+        with self.waiting.counted():
+            rows = self._agreement.exchange(fields, host, error)
+        self.asked = bool(rows[:, 2].any())
+        numbers = rows[:, 3:].view(len(rows), len(terms), 2)
         losses, weights = rows[:, 1], list(numbers[..., 0].T)
         if on_device:
             losses, there = self._on_device(value, terms, counts)
@@ -436,7 +459,9 @@ class GlobalMean:
         for (k, term, key), answer in zip(unsure, answers.T, strict=True):
             if not bool(answer.any()):
                 found = f"a sum ({term.kind}) divided by {float(numbers[0, k, 0]):g} on all ranks"
-                expected = "a count of this rank's items: backward(loss, n=count); reduction='sum' for a constant"
+                expected = (
+                    "a count of this rank's items: backward(loss, n=count); reduction='sum' for a constant"
+                )
                 raise InputError("backward", "loss", found, expected)
             self._own_counts.add(key)
 
@@ -479,14 +504,13 @@ class GlobalMean:
             call()
         finally:
             _open -= 1
+            self.waiting.over()
             for handle in handles:
                 handle.remove()
 
     # Micro-batches
 
-    def _hold(
-        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call
-    ) -> None:
+    def _hold(self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call) -> None:
         """A pass under no_sync(): its gradient enters times its count. An error waits for the pass that reduces,
         where all ranks raise it.
         """
@@ -525,8 +549,7 @@ class GlobalMean:
             if not held.ratios:
                 held.ratios = list(ratios)
             elif any(
-                not math.isclose(a, float(b), rel_tol=ALIKE)
-                for a, b in zip(ratios, held.ratios, strict=True)
+                not math.isclose(a, float(b), rel_tol=ALIKE) for a, b in zip(ratios, held.ratios, strict=True)
             ):
                 return _unlike_micro_batches()
         return None

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.formats import GradientNoiseRecord, write_json
-from pyps.torch.weighted import WeightedHook
+from pyps.torch.global_mean import GlobalMean
 
 
 class GradientNoise:
@@ -39,15 +39,15 @@ class GradientNoise:
     hook, for one rank, and for a memory outside 0 to 1.
     """
 
-    def __init__(self, hook: WeightedHook, memory: float = 0.98) -> None:
-        if not isinstance(hook, WeightedHook):
-            raise InputError("GradientNoise", "hook", type(hook).__name__, "what weighted_hook(model) gives")
+    def __init__(self, hook: GlobalMean, memory: float = 0.98) -> None:
+        if not isinstance(hook, GlobalMean):
+            raise InputError("GradientNoise", "hook", type(hook).__name__, "GlobalMean(model, sampler)")
         ranks = dist.get_world_size(hook.group)
         if ranks < 2:
             raise InputError("GradientNoise", "ranks", str(ranks), "2 or more, to tell noise from signal")
         if not 0 <= memory < 1:
             raise InputError("GradientNoise", "memory", str(memory), "0 or more, below 1")
-        self._hook, self._memory = hook, memory
+        self._mean, self._memory = hook, memory
         self._sums = torch.zeros(3, dtype=torch.float64)  # averaged noise, signal, and what they sum up to
         self.steps = self.batch = 0
         hook.watch_gradients()
@@ -60,7 +60,7 @@ class GradientNoise:
 
     def step(self) -> None:
         """Take the gradients of this round. All ranks call it after backward(), before any clipping."""
-        hook = self._hook
+        hook = self._mean
         amplified = hook.scaler.get_scale() ** 2 if hook.scaler is not None else 1.0
         own = hook.own_gradients()
         sums = torch.tensor([own.samples, own.squares / amplified, own.gradients], dtype=torch.float64)

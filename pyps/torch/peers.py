@@ -38,7 +38,7 @@ def peers_of(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> di
     if len(found) > 1:
         listed = " and ".join(str(list(ranks)) for ranks in found)
         expected = "one tensor-parallel group for all of them"
-        raise InputError("weighted_hook", "model", f"parts on ranks {listed}", expected)
+        raise InputError("GlobalMean", "model", f"parts on ranks {listed}", expected)
     return next(iter(found.values()), None)
 
 

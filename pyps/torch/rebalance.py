@@ -1,6 +1,6 @@
 """Rebalancer: while the ranks train, the split follows the speed of their devices. One line ends a step:
 
-    balance = Rebalancer(sampler, weighted_hook(model), profile="v100.json")
+    balance = Rebalancer(sampler, GlobalMean(model, sampler), profile="v100.json")
     ...
         optimizer.step()
         balance.step()
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
@@ -41,12 +42,10 @@ from pyps.solver.online.state import DeviceState
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
 from pyps.torch.noise import GradientNoise
-from pyps.torch.rounds import Rounds, TrainedRounds
+from pyps.torch.rounds import Rounds
 from pyps.torch.waiting import ComputeTimer
-from pyps.torch.weighted import WeightedHook
+from pyps.torch.global_mean import GlobalMean
 
-UNUSED_STEPS = 20  # gradients: a loop that calls step() has called it by then
-UNCOUNTED = 2  # gradients without a step(), of two optimizers, say
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 
@@ -65,7 +64,7 @@ class Rebalancer:
     """Moves samples between ranks while they train. Every rank makes one, with the same `moves`.
 
     sampler: the UnevenBatchSampler or UnevenIterableDataset in use.
-    hook: the model's WeightedHook.
+    mean: the model's GlobalMean.
     profile: this device's pyps.profile/1 (a file or a Profile); with it one window is enough.
     max_batch: the largest batch that fits this device, if the profile does not give it.
     min_batch, batch_multiple: bounds of this rank's batch that every change keeps. With BatchNorm1d each
@@ -82,7 +81,7 @@ class Rebalancer:
     def __init__(
         self,
         sampler: Rounds,
-        hook: WeightedHook,
+        mean: GlobalMean,
         profile: Profile | str | os.PathLike[str] | None = None,
         *,
         max_batch: int | None = None,
@@ -91,29 +90,24 @@ class Rebalancer:
         moves: Moves = USUAL,
         timeout: float = DEADLINE_SECONDS,
     ) -> None:
-        _check_types(sampler, hook, moves.window)
-        consensus = Consensus("Rebalancer", hook.group, timeout, hook.peers)
-        least = sampler.least * hook.least_samples
+        _check_types(sampler, mean, moves.window)
+        consensus = Consensus("Rebalancer", mean.group, timeout, mean.peers)
+        least = sampler.least * _least_samples(mean)
         least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))
-        _warn_of_another_model(profile, hook)
+        _warn_of_another_model(profile, mean)
         self.states: list[RankState] = []
         self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
         self.latest: tuple[int, float] | None = None  # the last step that was measured: batch and seconds
-        self.hook = hook
-        self.timer = ComputeTimer(hook)
-        self.sampler, self._trained = sampler, TrainedRounds(sampler)
+        self.mean = mean
+        self.timer = ComputeTimer(mean)
+        self.sampler = sampler
         self._device = BalancedDevice(prior, self._bounds)
         self._balancer = Balancer([], sampler.split, moves)  # its decisions are the first rank's
-        every = consensus, self._device, self._balancer, sampler, self._trained
+        every = consensus, self._device, self._balancer, sampler
         self._decisions = SplitDecisions(*every, self._read)
-        self._lockstep = hook.lockstep
-        self._lockstep.calls, self._lockstep.sampler = 0, sampler
-        hook.counts = False
         self._idle: list[str] = []  # why the latest windows moved nothing
-        self._gradients = 0
-        hook.on_ready.append(self._count_gradient)
         self._lost: dist.DistNetworkError | None = None  # the store of the process group was gone
 
     @property
@@ -131,28 +125,24 @@ class Rebalancer:
         if self._lost is not None:
             raise self._lost
         self.steps += 1
-        self._lockstep.calls = (self._lockstep.calls or 0) + 1
+        self.mean.end_step()
         self.timer.finish(self._trained_batch())
         for batch, whole in self.timer.finished():
-            seconds = whole / self._trained.per_step
+            seconds = whole / self.sampler.per_step
             if batch is not None:
                 self._device.hear(batch, seconds)
                 self.latest = batch, seconds
-        asked = self._lockstep.asked()
+        asked, self.mean.asked = self.mean.asked, False
         # Peers ask for nothing: a request would reach those of the other groups in another step.
-        self._lockstep.asks = self.hook.peers is None and self._device.tells(self._balancer.rules.window)
+        self.mean.asks = self.mean.peers is None and self._device.tells(self._balancer.rules.window)
         try:
             if self._decisions.step(asked):
-                self._lockstep.asks = False
+                self.mean.asks = False
         except dist.DistNetworkError as error:
             # The first rank, which holds the store, ends after the last step: perhaps before this one has
             # read a decision that nothing follows. If there is another step, it fails.
             self._lost = error
         self.timer.start()
-
-    def skip(self, rounds: int) -> None:
-        """The next pass begins with that many rounds that are read but not trained."""
-        self._trained.skip(rounds)
 
     def restart_timer(self) -> None:
         """What this rank did since the last step() is no part of a step."""
@@ -205,22 +195,9 @@ class Rebalancer:
         )
         return "\n".join(["rank  batch  own seconds  slowdown  waiting", *rows])
 
-    def _count_gradient(self) -> None:
-        """Warn where the loop does not call step()."""
-        self._gradients += 1
-        if self.steps or self._gradients <= UNCOUNTED:
-            self._trained.has_gradient()
-        else:
-            self.sampler.trained = None
-        if self._gradients == UNUSED_STEPS and not self.steps:
-            warnings.warn(
-                f"Rebalancer: {UNUSED_STEPS} gradients and no call of step(): the split never changes",
-                stacklevel=2,
-            )
-
     def _trained_batch(self) -> int | None:
         """This rank's batch in the round that was just trained; None if its time is not to be used."""
-        trained = self._trained.count(self.hook.passes.backwards, self.hook.step_samples)
+        trained = self.sampler.last_round()
         if self.steps <= WARM_UP or trained is None:
             return None
         size, own = trained
@@ -240,14 +217,20 @@ class Rebalancer:
             observe(self)
 
 
-def _check_types(sampler: object, hook: object, window: int) -> None:
+def _check_types(sampler: object, mean: object, window: int) -> None:
     if window < 3 or window % 2 == 0:
         raise InputError("Rebalancer", "window", str(window), "an odd number of steps from 3")
     if not isinstance(sampler, Rounds):
         expected = "an UnevenBatchSampler or UnevenIterableDataset"
         raise InputError("Rebalancer", "sampler", type(sampler).__name__, expected)
-    if not isinstance(hook, WeightedHook):
-        raise InputError("Rebalancer", "hook", type(hook).__name__, "what weighted_hook(model) gives")
+    if not isinstance(mean, GlobalMean):
+        raise InputError("Rebalancer", "mean", type(mean).__name__, "GlobalMean(model, sampler)")
+
+
+def _least_samples(mean: GlobalMean) -> int:
+    """The fewest samples that the models train on: two where a layer normalizes over them."""
+    layers = (layer for one in mean.models for layer in one.model.modules())
+    return 2 if any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers) else 1
 
 
 def _agreed_prior(
@@ -277,12 +260,12 @@ def _agreed_prior(
     return prior, bounds
 
 
-def _warn_of_another_model(profile: Profile | str | os.PathLike[str] | None, hook: WeightedHook) -> None:
-    """Where the profile says of how many parameters its model is, and the hook's has others."""
-    if profile is None or hook.peers is not None:  # peers have parts of the model
+def _warn_of_another_model(profile: Profile | str | os.PathLike[str] | None, mean: GlobalMean) -> None:
+    """Where the profile says of how many parameters its model is, and the mean's has others."""
+    if profile is None or mean.peers is not None:  # peers have parts of the model
         return
     found = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-    own = sum(parameter.numel() for parameter in hook.parameters())
+    own = sum(parameter.numel() for parameter in mean.parameters())
     if found.model.parameters not in (None, own):
         of = f"of {found.model.name!r} with {found.model.parameters} parameters"
         warnings.warn(f"the profile is {of}; this model has {own}: profile it anew", stacklevel=3)

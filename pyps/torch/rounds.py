@@ -107,7 +107,9 @@ class Rounds(ABC):
 
     def __init__(self, plan: PlanLike, rank: int | None, accumulate: int | Sequence[int]) -> None:
         own, ranks = default_rank()
-        self._splits: list[tuple[RoundIndex, Split]] = [((0, 0), read_split(plan, ranks if rank is None else None))]
+        self._splits: list[tuple[RoundIndex, Split]] = [
+            ((0, 0), read_split(plan, ranks if rank is None else None))
+        ]
         self.rank = own if rank is None else rank
         self._min_batches = check_accumulation(self.split, self.rank, accumulate)
         self.epoch = self.position = self.trained = self.passes = 0

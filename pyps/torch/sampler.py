@@ -137,7 +137,9 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
 
     def _range(self, epoch: int, number: int, size: int) -> tuple[int, int]:
         """This rank's samples among those of a round: from, to."""
-        split = self._next if epoch > self.epoch and self._next is not None else self._split_at((epoch, number))
+        split = (
+            self._next if epoch > self.epoch and self._next is not None else self._split_at((epoch, number))
+        )
         return rank_range(size, split, self.rank, self._min_batches)
 
     def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:

@@ -71,7 +71,9 @@ class Wrapped(ABC):
         for name, p in self.model.named_parameters():
             if p.requires_grad and id(p) not in reduced:
                 expected = f"parameters that train when the model is wrapped; {self._again()}"
-                raise InputError("GlobalMean", name, "a parameter that trains and that nothing reduces", expected)
+                raise InputError(
+                    "GlobalMean", name, "a parameter that trains and that nothing reduces", expected
+                )
         self._trained = trained
         listed = [(n, tuple(p.shape)) for n, p in self.model.named_parameters() if p.requires_grad]
         self._described = f"{len(listed)} ({listed})"
@@ -88,17 +90,16 @@ class Wrapped(ABC):
     def _again(self) -> str:
         """What to do about other parameters."""
 
-    def refuse_plain_backward(self, is_open: Callable[[], bool]) -> None:
-        """Raise InputError where a gradient arrives while `is_open` gives False."""
-
-        def arrived(_: torch.Tensor) -> None:
-            if not is_open():
-                raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", "mean.backward(loss)")
-
+    def watch(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Call it with each parameter that has its gradient; one GlobalMean's is enough."""
         for p in self.reduced():
             if not getattr(p, REDUCED, False):
                 setattr(p, REDUCED, True)
                 p.register_post_accumulate_grad_hook(arrived)
+
+    def install_wire(self, wire: str, scaler: Any) -> Any:
+        """Send gradients in another type."""
+        raise InputError("GlobalMean", "wire", repr(wire), "same")
 
 
 class WrappedDDP(Wrapped):
@@ -137,7 +138,14 @@ class WrappedDDP(Wrapped):
             hooks = getattr(p, "_post_accumulate_grad_hooks", None) or ()
             if getattr(p, "_in_backward_optimizers", None) or len(hooks) > 1:
                 found = "an optimizer's step, or another hook, before the gradient is reduced"
-                raise InputError("GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()")
+                raise InputError(
+                    "GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()"
+                )
+
+    def install_wire(self, wire: str, scaler: Any) -> Any:
+        from pyps.torch.wire import install_wire
+
+        return install_wire(self._ddp, wire, scaler)
 
     def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
         found: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()
