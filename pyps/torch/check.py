@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
+from pyps.torch.accumulate import samples_of
+from pyps.torch.global_mean import unweighted
 from pyps.torch.norm import equally_weighted, sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
-from pyps.torch.accumulate import samples_of
-from pyps.torch.global_mean import unweighted
 
 TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]

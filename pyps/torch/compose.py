@@ -26,10 +26,11 @@ from torch.utils.data import DataLoader, Dataset
 from pyps.errors import InputError
 from pyps.formats import Profile
 from pyps.torch.checkpoint import load, save
-from pyps.torch.global_mean import GlobalMean, Wire
+from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.wire import Wire
 
 _stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a step calls now
 

@@ -146,6 +146,11 @@ class ShardedModel(Wrapped):
         self.shards = ShardedModules(model)
         super().__init__(model, self.shards.process_group(), self.shards.device)
 
+    def time_passes(self, waiting: Waiting) -> None:
+        if not self._is_timed:
+            self.shards.count_waits(waiting)
+        super().time_passes(waiting)
+
     def reduced(self) -> list[torch.nn.Parameter]:
         return [one.sharded_param for one in self.shards.parameters() if one.sharded_param.requires_grad]
 

@@ -23,23 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
+from pyps.torch.accumulate import MicroBatches
 from pyps.torch.agreement import Agreement
 from pyps.torch.consensus import DEADLINE_SECONDS
-from pyps.torch.accumulate import MicroBatches
 from pyps.torch.rounds import Rounds, note_weights
-from pyps.torch.waiting import Waiting, meetings_of
+from pyps.torch.waiting import Waiting
+from pyps.torch.wire import Wire
 from pyps.torch.wrapped import Wrapped, wrapped_models
 from pyps.worker.terms import Number, Term, terms_of
 
 Call = Callable[[], Any]  # a backward pass
-Wire = Literal["same", "bf16", "f16", "int8", "int4"]
-WIRES = ("same", "bf16", "f16", "int8", "int4")
 ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
 NO_COUNT = math.nan  # a sum that is divided by nothing
 MICRO = "micro-batches under no_sync()"
@@ -112,9 +111,7 @@ class GlobalMean:
         self._agreement = Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
         self.ranks = dist.get_world_size(self.group)
         self.waiting = Waiting.on(self.device)
-        self.asks = self.asked = (
-            False  # whether this rank, or any, wants a decision on the split with this step
-        )
+        self.asks = self.asked = False  # a decision about the split: this rank, any rank
         self.calls = 0  # backward passes that reduced since the last step
         self.passes = 1  # micro-batches of the latest of them on this rank
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
@@ -133,7 +130,7 @@ class GlobalMean:
 
     def _refused_options(self) -> InputError | None:
         """What this rank refuses of its options."""
-        if self.wire not in WIRES:
+        if self.wire not in get_args(Wire):
             return InputError("GlobalMean", "wire", repr(self.wire), "same, bf16, f16, int8 or int4")
         if self.reduction not in ("mean", "sum"):
             return InputError("GlobalMean", "reduction", repr(self.reduction), "mean or sum")
@@ -163,6 +160,7 @@ class GlobalMean:
 
         is_part: the ranks' losses are parts of one, divided by all of their items already, that is their sum.
         """
+        self.waiting.computes()
         terms: list[Term] = []
         error = self._found_late()
         try:
@@ -237,16 +235,11 @@ class GlobalMean:
         """Wait until all ranks make this call. Raises InputError on all of them where one makes another one."""
         self._agreement.exchange({"call": call}, [])
 
-    def meetings(self) -> int:
-        """How often the ranks of the group, or all, have met."""
-        return meetings_of(self.group, dist.group.WORLD)
-
     def _arrived(self, _: torch.Tensor) -> None:
         """A parameter has its gradient of this rank."""
         if not _open:
             expected = "mean.backward(loss)"
             raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
-        self.waiting.ready()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the models."""
@@ -355,7 +348,8 @@ class GlobalMean:
         numbers = rows[:, 3:].view(len(rows), len(terms), 2)
         losses, weights = rows[:, 1], list(numbers[..., 0].T)
         if on_device:
-            losses, there = self._on_device(value, terms, counts)
+            with self.waiting.counted():
+                losses, there = self._on_device(value, terms, counts)
             weights = [
                 there[:, k] if isinstance(count, torch.Tensor) else weights[k]
                 for k, count in enumerate(counts)
@@ -501,10 +495,10 @@ class GlobalMean:
             handles.append(_root_of(loss).register_prehook(_times(whole)))
         _open += 1
         try:
-            call()
+            with self.waiting.backward(_root_of(loss)):
+                call()
         finally:
             _open -= 1
-            self.waiting.over()
             for handle in handles:
                 handle.remove()
 

@@ -41,10 +41,10 @@ from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
+from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds
 from pyps.torch.waiting import ComputeTimer
-from pyps.torch.global_mean import GlobalMean
 
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP

@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from pyps.errors import InputError
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
+from pyps.torch.waiting import watch_fetches
 
 RoundIndex = tuple[int, int]  # an epoch and a round of it
 FRAMES = 8  # from a sampler's __iter__ up to the DataLoader's iterator, with wrappers between
@@ -312,6 +313,7 @@ class Rounds(ABC):
                 if other.loader is not None and other.loader() is loader:
                     other.close()
             reader.loader = ref(loader)
+            watch_fetches(loader)
         self._readers.append(reader)
         function, self.before_pass = self.before_pass, None
         if function is not None:

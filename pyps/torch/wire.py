@@ -25,7 +25,7 @@ from pyps.worker.quantize import INT4, INT8
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-WireType = Literal["same", "bf16", "f16", "int8", "int4"]
+Wire = Literal["same", "bf16", "f16", "int8", "int4"]
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 QUANTIZED = {"int8": INT8, "int4": INT4}
 Reduced = Future[torch.Tensor]
@@ -39,23 +39,16 @@ class GradientBytes:
     fp32: int = 0
 
 
-def check_wire(wire: str, owner: str) -> None:
-    """Raise InputError for a type that does not exist."""
-    if wire not in get_args(WireType):
-        raise InputError(owner, "wire", repr(wire), "same, bf16, f16, int8 or int4")
-
-
-def install_wire(ddp: DistributedDataParallel, wire: WireType, scaler: Any = None) -> Wire:
+def install_wire(ddp: torch.nn.Module, wire: Wire, scaler: Any = None) -> GradientWire:
     """Let a model send its gradients in another type than their own, from its next backward pass on.
 
     wire: bf16, f16, int8 or int4. scaler: the torch.amp.GradScaler in use, so that kept errors follow its
     scale. Raises InputError for an unknown type and for a model that has a communication hook.
     """
-    check_wire(wire, "install_wire")
-    if wire == "same":
-        raise InputError(
-            "install_wire", "wire", "'same'", "bf16, f16, int8 or int4: DDP itself sends the same"
-        )
+    if wire not in get_args(Wire) or wire == "same":
+        raise InputError("install_wire", "wire", repr(wire), "bf16, f16, int8 or int4")
+    if not isinstance(ddp, DistributedDataParallel):
+        raise InputError("install_wire", "model", type(ddp).__name__, "a DistributedDataParallel")
     if getattr(ddp, "_comm_hooks", None):
         raise InputError(
             "install_wire", "model", "one with a communication hook", "one without: one hook each"
@@ -63,13 +56,13 @@ def install_wire(ddp: DistributedDataParallel, wire: WireType, scaler: Any = Non
     if any(getattr(layer, "sparse", False) for layer in ddp.module.modules()):
         expected = "dense ones, or wire='same'"
         raise InputError("install_wire", "model", "sparse gradients", expected)
-    return Wire(ddp, wire, scaler)
+    return GradientWire(ddp, wire, scaler)
 
 
-class Wire:
+class GradientWire:
     """A model's communication hook. `bytes`: what was sent so far; `name`: the type."""
 
-    def __init__(self, ddp: DistributedDataParallel, name: WireType, scaler: Any) -> None:
+    def __init__(self, ddp: DistributedDataParallel, name: Wire, scaler: Any) -> None:
         self.name, self.bytes, self._scaler = name, GradientBytes(), scaler
         self._ddp, self._group, self._ranks = ddp, ddp.process_group, ddp.process_group.size()
         self._residuals = Residuals(ddp.module.named_parameters())

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch.peers import is_divided, parameters_of, peers_of
+from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
 
@@ -31,7 +32,13 @@ class Wrapped(ABC):
         self._parameters = parameters_of(model)
         self.peers = peers_of(self._parameters, group)
         self._trained: tuple[int, ...] = ()
-        self._described, self._is_divided = "", False
+        self._described, self._is_divided, self._is_timed = "", False, False
+
+    def time_passes(self, waiting: Waiting) -> None:
+        """Tell the timers of a device from now on what of the model's passes is a wait."""
+        if not self._is_timed:
+            self._is_timed = True
+            watch_passes(self.model, waiting)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of the model when it was wrapped."""

@@ -12,7 +12,7 @@ from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.torch.exchange import quantized_sum
-from pyps.torch.wire import Wire, install_wire
+from pyps.torch.wire import GradientWire, install_wire
 from pyps.worker.quantize import INT4, INT8
 
 Group = dist.ProcessGroup
@@ -44,7 +44,7 @@ def feedback_left(group: Group, wire: Any, reload: bool, scale: float, static: b
     alone, scaler = net(width=300), torch.amp.GradScaler(DEVICE.type, init_scale=scale)
     scaler.scale(torch.zeros((), device=DEVICE))  # torch makes the scale when it is first used
 
-    def wired(megabytes: float) -> tuple[DistributedDataParallel, Wire]:
+    def wired(megabytes: float) -> tuple[DistributedDataParallel, GradientWire]:
         options: dict[str, Any] = {"bucket_cap_mb": megabytes, "static_graph": static}
         ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group, **options)
         return ddp, install_wire(ddp, wire, scaler)
