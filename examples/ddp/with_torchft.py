@@ -59,7 +59,7 @@ def train(epochs: int, observe: Callable[[dict[str, Any]], None], **options: Any
         epoch, position = replica.epoch, replica.position
         images, labels = replica.batch()
         loss = cross_entropy(replica.model(images), labels)
-        loss.backward()
+        replica.backward(loss)
         optimizer.step()
         if replica.step():
             observe({"epoch": epoch, "position": position, "split": replica.split, "loss": loss.item()})

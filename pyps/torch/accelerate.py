@@ -3,66 +3,49 @@
     accelerator = UnevenAccelerator(gradient_accumulation_steps=4)      # was Accelerator(...)
 
 The script stays as it is. The batch size of its loaders is that of all ranks together, as if one process
-trained. prepare() gives a shuffled DataLoader uneven batches, weights the model's gradients (weighted_hook)
-and rebalances after each optimizer step. Loaders without shuffling, for evaluation, stay even.
+trained. prepare() gives a shuffled DataLoader uneven batches. backward() weighs the loss as GlobalMean does,
+and each optimizer step rebalances. Loaders without shuffling, for evaluation, stay even.
 
-Accelerate divides each loss by the number of micro-batches. backward() takes that back, because the hook
-weights micro-batches itself. Each round has the same number of micro-batches on all ranks, in the epoch's
-last round too, so no gradient is left over. Schedulers step once for each optimizer step.
+Each round has the same number of micro-batches on all ranks, in the epoch's last round too, so no gradient is
+left over. Schedulers step once for each optimizer step.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+import math
+from collections import deque
+from functools import partial
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from pyps.errors import InputError
-from pyps.formats import Profile
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
-from pyps.torch.ddp_hook import Wire
-from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.schedule import PlanLike
-from pyps.torch.weighted import is_weighted
+from pyps.worker.terms import terms_of
 
 SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+WITHOUT_GPUS = "cpu=True where there are no GPUs"
 
 
 class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator for DDP on unlike devices; with one process it is a plain one.
 
-    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
-        each rank has a profile.
-    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
-    rebalance: whether the split follows the devices' speed while training.
-    count, reduction, wire: as in weighted_hook.
-    All other arguments are Accelerator's. `run` has the sampler, the hook and the Rebalancer once all is
-    prepared. Raises InputError for dispatched batches, a second shuffled loader, and FSDP.
+    Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. Raises InputError for dispatched
+    batches, a second shuffled loader, and FSDP.
     """
 
     dataloader_config: Any  # Accelerator's
 
-    def __init__(
-        self,
-        *arguments: Any,
-        plan: PlanLike | None = None,
-        profile: Profile | str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        rebalance: bool = True,
-        count: Callable[..., Any] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        wire: Wire = "same",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.run = UnevenRun(options)
         loading = copy.copy(options.pop("dataloader_config", None)) or DataLoaderConfiguration()
         if loading.dispatch_batches:
             raise InputError(
@@ -70,24 +53,24 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             )
         loading.split_batches = True
         super().__init__(*arguments, dataloader_config=loading, **options)
-        check_processes("UnevenAccelerator", self.num_processes, "cpu=True where there are no GPUs")
+        check_processes("UnevenAccelerator", self.num_processes, WITHOUT_GPUS)
         if self.num_processes > 1 and self.distributed_type not in SUPPORTED:
-            expected = "DDP; loss_scale is for others"
-            raise InputError("UnevenAccelerator", "distributed_type", self.distributed_type.value, expected)
-        self.run = UnevenRun(profile, max_batch, rebalance, plan=plan)
-        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction, "wire": wire}
+            found = self.distributed_type.value
+            raise InputError("UnevenAccelerator", "distributed_type", found, "DDP; FSDP2 is for GlobalMean")
+        self._counts: deque[torch.Tensor] = deque(maxlen=4)  # that were gathered since the last round
+        self.register_save_state_pre_hook(self._save_run)  # what is registered as an object is a pickle
+        self.register_load_state_pre_hook(lambda _, folder: self.run.load(folder))
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """As Accelerator's; all ranks together."""
         prepared = super().prepare(*objects, **options)
-        if self.run.connect():
-            self.register_save_state_pre_hook(self._save_run)  # what is registered as an object is a pickle
-            self.register_load_state_pre_hook(lambda _, folder: self.run.load(folder))
+        self.run.connect()
         return prepared
 
     def _save_run(self, _: Any, __: Any, folder: str) -> None:
         each = self.project_configuration.save_on_each_node
-        self.run.save(folder, writes=self.is_local_main_process if each else self.is_main_process)
+        if self.run.sampler is not None:
+            self.run.save(folder, writes=self.is_local_main_process if each else self.is_main_process)
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -104,36 +87,62 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         finally:
             self.dataloader_config = loading
 
+    def prepare_model(self, *arguments: Any, **options: Any) -> Any:
+        model = super().prepare_model(*arguments, **options)
+        ddp = getattr(model, "_orig_mod", model)
+        if isinstance(ddp, DistributedDataParallel) and not any(ddp is one for one in self.run.models):
+            self.run.add(ddp, self.scaler)
+        return model
+
     def prepare_optimizer(self, *arguments: Any, **options: Any) -> Any:
         optimizer = super().prepare_optimizer(*arguments, **options)
-        check_processes("UnevenAccelerator", self.num_processes, "cpu=True where there are no GPUs")
+        check_processes("UnevenAccelerator", self.num_processes, WITHOUT_GPUS)
         if self.num_processes > 1 and optimizer is self._optimizers[0]:
-            inner = optimizer.step
-
-            def step(closure: Any = None) -> None:
-                inner(closure)
-                if self.sync_gradients:
-                    self.run.stepped()
-
-            optimizer.step = step
+            optimizer.__class__, optimizer.uneven = _Optimizer, self
         return optimizer
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """loss: the mean over its micro-batch; outside accumulate(), the script's own part of it."""
-        self.run.check_plan()
-        managed = any(hook.passes.managed for hook in self.run.hooks)
-        super().backward(loss * self.gradient_accumulation_steps if managed else loss, **options)
+        """As Accelerator's. loss: of this rank's micro-batch, its mean, say."""
+        run = partial(super().backward, **options)
+        if self.num_processes == 1:
+            run(loss)
+        elif self._is_part(loss):
+            self.run.backward(loss * (1 / self.num_processes), run, is_part=True)
+        else:
+            self.run.backward(loss, run, self.gradient_accumulation_steps)
 
-    @contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        for hook in self.run.hooks:
-            hook.passes.managed = self.gradient_accumulation_steps > 1
-        try:
-            with super().accumulate(*models):
-                yield
-        finally:
-            for hook in self.run.hooks:
-                hook.passes.managed = False
+    def _is_part(self, loss: torch.Tensor) -> bool:
+        """Whether a loss is this rank's part of the mean already: sums that were divided by a count of all ranks,
+        as in Accelerate's recipe for tokens.
+
+        Raises InputError for one that was not multiplied by the ranks, of which DDP takes the average.
+        """
+        terms = terms_of(loss) if self._counts else []
+        if not terms or any(term.is_mean or term.count is None for term in terms):
+            return False
+        ranks, parts = self.num_processes, self.gradient_accumulation_steps
+        totals = [float(count.sum()) for count in self._counts]
+        factors = [[total / float(term.count) for total in totals] for term in terms]  # type: ignore[arg-type]
+        if all(any(_close(factor, ranks * parts) for factor in one) for one in factors):
+            return True
+        if any(_close(factor, wrong) for one in factors for factor in one for wrong in (1, parts)):
+            expected = f"{ranks * parts} times it: num_processes * gradient_accumulation_steps"
+            raise InputError("backward", "loss", "a sum over a count that was gathered", expected)
+        return False
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerator's."""
+        return self._noted(super().gather(tensor))
+
+    def reduce(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
+        """As Accelerator's."""
+        return self._noted(super().reduce(tensor, *arguments, **options))
+
+    def _noted(self, found: Any) -> Any:
+        """A count of all ranks, by which a loss may be divided, comes from here."""
+        if isinstance(found, torch.Tensor) and found.numel() <= self.num_processes:
+            self._counts.append(found)
+        return found
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         training = self.run.loader is not None and self.gradient_state.active_dataloader is self.run.loader
@@ -144,18 +153,21 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerator's, after load_state(); the training loader then continues in its own epoch."""
-        if self.run.sampler is None or dataloader is not self.run.loader:
+        sampler = self.run.sampler
+        if sampler is None or dataloader is not self.run.loader:
             return super().skip_first_batches(dataloader, num_batches)
-        rounds, rest = divmod(num_batches, self.run.sampler.accumulation)
+        rounds, rest = divmod(num_batches, sampler.accumulation)
         if rest:
-            expected = f"a multiple of {self.run.sampler.accumulation}, the micro-batches of a round"
+            expected = f"a multiple of {sampler.accumulation}, the micro-batches of a round"
             raise InputError("skip_first_batches", "num_batches", str(num_batches), expected)
-        self.run.skip(rounds)
-        return dataloader
+        if rounds < sampler.rounds:
+            self.run.skip(rounds)
+            return dataloader
+        dataloader.set_epoch(dataloader.iteration + 1)
+        return DataLoader(Subset(dataloader.dataset, []))  # type: ignore[arg-type]
 
     def _train_loader(self, data_loader: DataLoader[Any]) -> Any:
-        parts = self.gradient_accumulation_steps
-        loader = uneven_loader(data_loader, parts, self.run)
+        loader = uneven_loader(data_loader, self.gradient_accumulation_steps, self.run)
         prepared = prepare_data_loader(
             loader,
             self.device,
@@ -170,10 +182,18 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         self._dataloaders.append(prepared)
         return prepared
 
-    def prepare_model(self, *arguments: Any, **options: Any) -> Any:
-        model = super().prepare_model(*arguments, **options)
-        ddp = getattr(model, "_orig_mod", model)
-        if isinstance(ddp, DistributedDataParallel) and not is_weighted(ddp):
-            hook = weighted_hook(ddp, **self._hooked, scaler=self.scaler)
-            self.run.weight(hook, managed=False)
-        return model
+
+def _close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=1e-5)
+
+
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The first optimizer of an UnevenAccelerator, whose steps end rounds."""
+
+    uneven: UnevenAccelerator
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.uneven.sync_gradients:
+            self.uneven._counts.clear()
+            self.uneven.run.stepped()

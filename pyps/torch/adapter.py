@@ -1,8 +1,9 @@
-"""What the adapters of training libraries share: loaders, and the sampler, hook and Rebalancer of one run."""
+"""What the adapters of training libraries share: loaders, and the sampler, mean and Rebalancer of one run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,24 @@ from safetensors.torch import save
 from torch.utils.data import DataLoader, RandomSampler
 
 from pyps.errors import InputError
-from pyps.formats import Profile
 from pyps.formats.files import write_bytes
-from pyps.torch.ddp_hook import DDPHook
+from pyps.torch.global_mean import GlobalMean
 from pyps.torch.groups import UnevenGroupSampler, least_groups
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.schedule import PlanLike
 from pyps.worker.packing import for_file, from_file
 from pyps.worker.sampling import MAX_SEED
 
 STATE = "uneven.safetensors"  # in the folder of a library's checkpoint
+OPTIONS = {  # of a run, with their defaults
+    "plan": None,
+    "profile": None,
+    "max_batch": None,
+    "rebalance": True,
+    "reduction": "mean",
+    "wire": "same",
+}
 KEPT = (  # what a loader with other batches takes over
     "num_workers",
     "collate_fn",
@@ -38,72 +45,103 @@ KEPT = (  # what a loader with other batches takes over
 
 
 class UnevenRun:
-    """The sampler, hook and Rebalancer of a run under a library, and their state.
+    """The sampler, mean and Rebalancer of a run under a library, and their state.
 
-    plan: of the batches, or None. profile, max_batch: of this rank's device. rebalance: whether there is a
-    Rebalancer. counts_anew: whether the library calls this process's first epoch 0, also where a run goes on.
+    Takes its own options out of the library's:
+    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
+        each rank has a profile.
+    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
+    rebalance: whether the split follows the devices' speed while training.
+    reduction, wire: as in GlobalMean.
+    counts_anew: whether the library calls this process's first epoch 0, also where a run goes on.
+
+    `sampler`, `mean` and `balance` are None until all that they need was prepared.
     """
 
-    def __init__(
-        self,
-        profile: Profile | str | os.PathLike[str] | None,
-        max_batch: int | None,
-        rebalance: bool,
-        counts_anew: bool = False,
-        plan: PlanLike | None = None,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, options: dict[str, Any], counts_anew: bool = False) -> None:
+        self.options = {name: options.pop(name, usual) for name, usual in OPTIONS.items()}
         self.counts_anew = counts_anew
-        self.profile, self.max_batch, self.rebalance = profile, max_batch, rebalance
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
-        self.hooks: list[DDPHook] = []
+        self.models: list[torch.nn.Module] = []
+        self.mean: GlobalMean | None = None
         self.balance: Rebalancer | None = None
+        self.scaler: Any = None
         self._skipped = 0, 0  # an epoch, and the rounds of it that were trained before this process
-        self._connected = False
-        self._own_state: dict[str, Any] | None = None  # of this rank, until there is a hook
-        self._is_reduced = False  # whether there was a gradient since the last round ended
+        self._own_state: dict[str, Any] | None = None  # of this rank, until there is a mean
+        self._is_open = False  # whether there was a gradient since the last round ended
         self.read_ahead = 0  # rounds that the first pass reads and does not train
 
-    def weight(self, hook: DDPHook, managed: bool) -> None:
-        """Take a model's hook; the first one's rounds are the run's. managed: as in Passes."""
-        hook.passes.managed = managed
-        self.hooks.append(hook)
-        if hook is self.hook:
-            hook.on_ready.append(self._reduced)
+    def again(self) -> UnevenRun:
+        """A new run with the same options; this one ends."""
+        self.close()
+        return UnevenRun(dict(self.options), self.counts_anew)
 
-    @property
-    def hook(self) -> DDPHook | None:
-        """The first model's."""
-        return self.hooks[0] if self.hooks else None
+    def close(self) -> None:
+        """Let go of what was made."""
+        self.mean = self.balance = None
 
-    def check_plan(self) -> None:
-        """Raise InputError if there is a plan and no loader that follows it."""
-        if self.plan is not None and self.sampler is None and self.hook is not None:
-            expected = "a shuffled DataLoader, or one with an UnevenBatchSampler"
-            raise InputError("plan", "loader", "none that it is for", expected)
+    def add(self, model: torch.nn.Module, scaler: Any = None) -> None:
+        """A model that is trained; the gradients of all are weighed."""
+        self.close()
+        self.models.append(model)
+        self.scaler = scaler
 
-    def connect(self) -> bool:
-        """Once there are a hook and a sampler, make the Rebalancer; whether this call did that."""
-        if self._connected or self.hook is None or self.sampler is None:
-            return False
-        self._connected = True
-        self.hook.lockstep.sampler = self.sampler
-        if self.rebalance:
-            limits: dict[str, Any] = {"max_batch": self.max_batch}
-            self.balance = Rebalancer(self.sampler, self.hook, self.profile, **limits)
+    def connect(self) -> None:
+        """Once there are models and a sampler, make the mean and the Rebalancer."""
+        if self.mean is not None or self.sampler is None or not self.models:
+            return
+        mean = self._made()
+        if self.options["rebalance"]:
+            limits: dict[str, Any] = {"max_batch": self.options["max_batch"]}
+            self.balance = Rebalancer(self.sampler, mean, self.options["profile"], **limits)
             self.balance.skip(self.read_ahead)
         self._load_own()
-        return True
+
+    def _made(self) -> GlobalMean:
+        options = {name: self.options[name] for name in ("reduction", "wire")}
+        self.mean = GlobalMean(self.models, self.sampler, scaler=self.scaler, **options)
+        return self.mean
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        run: Callable[[torch.Tensor], Any],
+        parts: int = 1,
+        n: Any = None,
+        is_part: bool = False,
+    ) -> None:
+        """Let the library's own backward pass give the gradient of the loss over all ranks' samples.
+
+        run: that pass, of a loss. parts: what the library divides the loss of a micro-batch by; that is taken
+        back, because the mean is over all of a round's. n, is_part: as in GlobalMean.run().
+        Raises InputError for a plan that no loader follows, for a round of another number of micro-batches, and
+        as GlobalMean.backward().
+        """
+        if self.options["plan"] is not None and self.sampler is None:
+            expected = "a shuffled DataLoader, or one with an UnevenBatchSampler"
+            raise InputError("plan", "loader", "none that it is for", expected)
+        mean = self.mean or self._made()
+        if parts > 1 and not is_part and (mean.held or not mean.reduces):  # a micro-batch
+            if mean.reduces and mean.held + 1 != parts:
+                found = f"{mean.held + 1} in a round"
+                raise InputError("backward", "micro-batches", found, f"{parts}, by which the library divides")
+            loss = loss * parts
+        mean.run(loss, lambda: run(loss), n, is_part=is_part)
+        self._is_open = True
 
     def stepped(self) -> None:
         """An optimizer has stepped; the first one after a gradient ends a round."""
-        if self.balance is not None and self._is_reduced:
-            self._is_reduced = False
-            self.balance.step()
-
-    def _reduced(self) -> None:
-        self._is_reduced = True
+        if not self._is_open:
+            return
+        self._is_open, mean = False, self.mean
+        assert mean is not None
+        # Libraries draw ahead of what is trained.
+        rounds = None if self.sampler is None else max(1, mean.passes // self.sampler.accumulation)
+        if self.balance is not None:
+            self.balance.step(rounds)
+        else:
+            mean.end_step(rounds)
 
     def restart_timer(self) -> None:
         """What was done since the last round ended does not count."""
@@ -124,14 +162,14 @@ class UnevenRun:
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, its splits by round, and what belongs to a rank, of all ranks; all of them call it."""
-        if self.sampler is None or self.hook is None:
+        if self.sampler is None or self.mean is None:
             return {}
         own = {
-            "hook": self.hook.state_dict(),
+            "mean": self.mean.state_dict(),
             "balance": None if self.balance is None else self.balance.state_dict(),
         }
-        ranks: list[Any] = [None] * dist.get_world_size(self.hook.group)
-        dist.all_gather_object(ranks, own, group=self.hook.group)
+        ranks: list[Any] = [None] * dist.get_world_size(self.mean.group)
+        dist.all_gather_object(ranks, own, group=self.mean.group)
         sampler, (epoch, skipped) = self.sampler, self._skipped
         before = skipped if epoch == sampler.epoch else 0
         changes = [(e, k + before if e == sampler.epoch else k, list(s)) for e, k, s in sampler.changes(0)]
@@ -158,7 +196,7 @@ class UnevenRun:
         for epoch, number, split in state["changes"]:
             sampler.replan(split, *max((epoch, number), (sampler.epoch, 0)))
         self._own_state = own[sampler.rank]
-        if self._connected:
+        if self.mean is not None:
             self._load_own()
 
     def save(self, folder: str | os.PathLike[str], *, writes: bool) -> None:
@@ -185,9 +223,9 @@ class UnevenRun:
 
     def _load_own(self) -> None:
         state, self._own_state = self._own_state, None
-        if state is None or self.hook is None:
+        if state is None or self.mean is None:
             return
-        self.hook.load_state_dict(state["hook"])
+        self.mean.load_state_dict(state["mean"])
         if self.balance is not None and state["balance"] is not None:
             self.balance.load_state_dict(state["balance"])
 
@@ -229,11 +267,12 @@ def uneven_loader(
         if total is None and loader.batch_size is None:
             expected = "the batch of all ranks, or an UnevenBatchSampler"
             raise InputError("prepare", "loader", "no batch_size", expected)
-        split = run.plan
+        split = run.options["plan"]
         if split is None:
             total = total or (loader.batch_size or 1) * parts
             least = least_groups(group, parts)
-            split = agreed_split(total, run.profile, max_batch=run.max_batch, accumulate=least)
+            device = {name: run.options[name] for name in ("profile", "max_batch")}
+            split = agreed_split(total, **device, accumulate=least)
         seeds = [torch.initial_seed() % (MAX_SEED + 1) if seed is None else seed]
         dist.broadcast_object_list(seeds)
         length = len(loader.dataset)  # type: ignore[arg-type]

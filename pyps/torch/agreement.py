@@ -72,7 +72,7 @@ class Agreement:
         of values does.
         """
         self._calls += 1
-        digest = _digest(fields)
+        digest = digest_of(fields)
         row = torch.zeros(HEAD + WIDTH, dtype=torch.float64)
         head = [float(digest >> 32), float(digest & 0xFFFFFFFF), float(error is not None), float(len(values))]
         row[: HEAD + min(len(values), WIDTH)] = torch.tensor([*head, *values[:WIDTH]], dtype=torch.float64)
@@ -147,6 +147,6 @@ class Agreement:
         )
 
 
-def _digest(fields: Fields) -> int:
+def digest_of(fields: Fields) -> int:
     """64 bits of the fields' text."""
     return int.from_bytes(hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest())

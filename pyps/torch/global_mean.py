@@ -108,7 +108,7 @@ class GlobalMean:
         first = self.models[0]
         self.group, self.peers, self.device = first.group, first.peers, first.device
         self.reduction, self.sampler, self.scaler, self.wire = reduction, sampler, scaler, wire
-        self._agreement = Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
+        self._agreement = self._made_agreement(timeout)
         self.ranks = dist.get_world_size(self.group)
         self.waiting = Waiting.on(self.device)
         self.asks = self.asked = False  # a decision about the split: this rank, any rank
@@ -127,6 +127,9 @@ class GlobalMean:
         for one in self.models:
             one.watch(self._arrived)
         note_weights()
+
+    def _made_agreement(self, timeout: float) -> Agreement:
+        return Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
 
     def _refused_options(self) -> InputError | None:
         """What this rank refuses of its options."""
@@ -440,7 +443,9 @@ class GlobalMean:
                 listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(counts))
                 raise InputError("backward", "loss", f"a {term.kind} over {listed}", "0 items or more")
             key = (str(fields["terms of the loss"]), k)
-            if term.is_mean or _on_host(term.count) <= 0 or len(counts) == 1 or key in self._own_counts:
+            if term.is_mean or term.count is None or _on_host(term.count) <= 0:
+                continue
+            if len(counts) == 1 or key in self._own_counts:
                 continue
             if bool((counts == counts[0]).all()):
                 unsure.append((k, term, key))

@@ -4,18 +4,13 @@
     fabric = lightning.Fabric(strategy=UnevenFabricStrategy(), ...)        # the same
 
 The global batch is as under "ddp": the loader's batch size times ranks times accumulate_grad_batches. The
-training loader gets uneven batches, the model weighted_hook, and each optimizer step ends with the
-Rebalancer's. Validation loaders stay even.
-
-Lightning divides each loss by accumulate_grad_batches. That is taken back, because the hook weights
-micro-batches itself.
+training loader gets uneven batches, backward passes are weighed as GlobalMean's, and each optimizer step ends
+with the Rebalancer's. Validation loaders stay even.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,11 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from pyps.errors import InputError
-from pyps.formats import Profile
 from pyps.torch.adapter import UnevenRun, is_shuffled, uneven_loader
-from pyps.torch.hook import weighted_hook
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.torch.schedule import PlanLike
 
 KEY = "pyps"  # in a checkpoint
 
@@ -35,45 +27,24 @@ KEY = "pyps"  # in a checkpoint
 class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
     """Lightning's DDPStrategy on unlike devices.
 
-    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
-        each rank has a profile.
-    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
-    rebalance: whether the split follows the devices' speed while training.
-    count: computes a micro-batch's weight from (batch, number), what training_step gets; by default its rows.
-    reduction: whether a loss is the mean over these, or their sum.
-    All other arguments are DDPStrategy's. `run` has the sampler, the hook and the Rebalancer while it trains.
+    Takes the options of UnevenRun, and DDPStrategy's. `run` is the UnevenRun while it trains.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        plan: PlanLike | None = None,
-        profile: Profile | str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        rebalance: bool = True,
-        count: Callable[..., Any] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.run = UnevenRun(options)
         super().__init__(*arguments, **options)
-        self.run = UnevenRun(profile, max_batch, rebalance, plan=plan)
-        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction}
         self._loaded: dict[str, Any] = {}
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if self.run.hook is not None:  # fit() again
-            run = self.run
-            self.run = UnevenRun(run.profile, run.max_batch, run.rebalance, plan=run.plan)
-        hook = weighted_hook(self.model, **self._hooked, scaler=scaler)
-        self.run.weight(hook, managed=self._parts() > 1)
-        self.run.connect()
+        if self.run.models:  # fit() again
+            self.run = self.run.again()
+        self.run.add(self.model, getattr(self.precision_plugin, "scaler", None))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader with uneven batches; any other as it is."""
         found = super().process_dataloader(dataloader)
-        if self.run.hook is None or not isinstance(found, DataLoader) or not _is_shuffled(found):
+        if not self.run.models or not isinstance(found, DataLoader) or not _is_shuffled(found):
             return found
         loader = _uneven(found, self._parts(), self.run, self.world_size)
         self.run.load_state_dict(self._loaded)
@@ -83,11 +54,13 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         return loader
 
     def backward(self, closure_loss: Any, *arguments: Any, **options: Any) -> Any:
-        self.run.check_plan()
-        if self.run.sampler is not None and self.run.sampler.accumulation != self._parts():
-            found, expected = f"{self._parts()}", f"{self.run.sampler.accumulation}, as at the beginning"
-            raise InputError("UnevenStrategy", "accumulate_grad_batches", found, expected)
-        return super().backward(closure_loss * self._parts(), *arguments, **options)
+        parts, sampler = self._parts(), self.run.sampler
+        if sampler is not None and sampler.accumulation != parts:
+            expected = f"{sampler.accumulation}, as at the beginning"
+            raise InputError("UnevenStrategy", "accumulate_grad_batches", f"{parts}", expected)
+        run, found = super().backward, []
+        self.run.backward(closure_loss, lambda loss: found.append(run(loss, *arguments, **options)), parts)
+        return found[0]
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         found = super().optimizer_step(*arguments, **options)
@@ -118,31 +91,18 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
     accumulate: micro-batches of a round, all but the last in fabric.no_backward_sync(). Each loss is the
         plain mean over its micro-batch, not divided by their number.
-    All other arguments are UnevenStrategy's, and DDPStrategy's. `run.state_dict()`, called by all ranks, is
-    for a checkpoint, and `run.load_state_dict()` and `run.skip(rounds)` for a resume.
+    Takes the options of UnevenRun, and DDPStrategy's. `run.state_dict()`, called by all ranks, is for a
+    checkpoint, and `run.load_state_dict()` and `run.skip(rounds)` for a resume.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        accumulate: int = 1,
-        plan: PlanLike | None = None,
-        profile: Profile | str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        rebalance: bool = True,
-        count: Callable[..., Any] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, accumulate: int = 1, **options: Any) -> None:
+        self.run, self._accumulate = UnevenRun(options, counts_anew=True), accumulate
         super().__init__(*arguments, **options)
-        self.run = UnevenRun(profile, max_batch, rebalance, counts_anew=True, plan=plan)
-        self._accumulate = accumulate
-        self._hooked: dict[str, Any] = {"count": count, "reduction": reduction}
 
     def setup_module(self, module: Any) -> Any:
-        """A module in DDP with a hook; the first one's rounds are the run's."""
+        """A module in DDP, whose gradients are weighed."""
         ddp = super().setup_module(module)
-        self.run.weight(weighted_hook(ddp, **self._hooked), managed=self._accumulate > 1)
+        self.run.add(ddp, getattr(self.precision, "scaler", None))
         self.run.connect()
         return ddp
 
@@ -155,9 +115,9 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         self.run.connect()
         return loader
 
-    def backward(self, *arguments: Any, **options: Any) -> Any:
-        self.run.check_plan()
-        return super().backward(*arguments, **options)
+    def backward(self, tensor: Any, *arguments: Any, **options: Any) -> None:
+        run = super().backward
+        self.run.backward(tensor, lambda loss: run(loss, *arguments, **options))
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         found = super().optimizer_step(*arguments, **options)

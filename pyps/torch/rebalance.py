@@ -120,12 +120,15 @@ class Rebalancer:
         """The least samples of this rank."""
         return self._bounds.least
 
-    def step(self) -> None:
-        """Call at the end of every step, on all ranks. Measures, and moves samples where that is worth it."""
+    def step(self, rounds: int | None = None) -> None:
+        """Call at the end of every step, on all ranks. Measures, and moves samples where that is worth it.
+
+        rounds: as in GlobalMean.end_step().
+        """
         if self._lost is not None:
             raise self._lost
         self.steps += 1
-        self.mean.end_step()
+        self.mean.end_step(rounds)
         self.timer.finish(self._trained_batch())
         for batch, whole in self.timer.finished():
             seconds = whole / self.sampler.per_step

@@ -112,13 +112,13 @@ class Rounds(ABC):
             ((0, 0), read_split(plan, ranks if rank is None else None))
         ]
         self.rank = own if rank is None else rank
-        self._min_batches = check_accumulation(self.split, self.rank, accumulate)
         self.epoch = self.position = self.trained = self.passes = 0
         self.per_step = 1
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
         self._readers: list[Reader] = []
         self._reader: Reader | None = None  # whose batches are trained
+        self._min_batches = check_accumulation(self.split, self.rank, accumulate)
 
     @property
     def split(self) -> Split:

@@ -5,7 +5,7 @@
     while replica.epoch < 10:
         optimizer.zero_grad()                           # torchft: the step's quorum
         inputs, targets = replica.batch()
-        loss(replica.model(inputs), targets).backward()
+        replica.backward(loss(replica.model(inputs), targets))
         optimizer.step()                                # torchft: committed, or not
         replica.step()
 
@@ -22,7 +22,7 @@ of its device, and computes the same split from what all have said.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -41,7 +41,7 @@ from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import ReadingMessage
 from pyps.torch.decisions import USUAL, Moves
-from pyps.torch.replica_hook import ReplicaHook
+from pyps.torch.replica_mean import ReplicaMean
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import proportional_split, round_sizes
 from pyps.torch.waiting import ComputeTimer
@@ -201,7 +201,7 @@ class UnevenReplica:
     model: the network, on its device. The replica's `model` is what trains it.
     data: a ReplicaData: the same data set, seed and global batch on all replicas.
     profile, max_batch: of this replica's device, as in Rebalancer. A larger batch comes in `parts`.
-    moves: when samples move. count, reduction: as in weighted_hook.
+    moves: when samples move. reduction: as in GlobalMean.
 
     `epoch` and `position` say where the data stand, `split` and `batch_size` what was agreed last, `history`
     which changes were made for speed. Raises InputError for a model with UnevenSyncBatchNorm.
@@ -216,19 +216,18 @@ class UnevenReplica:
         profile: Profile | str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         moves: Moves = USUAL,
-        count: Callable[..., Any] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         self.manager, self.data = manager, data
         # Buckets that torch cut anew after the first step would differ on a replica that comes later.
         whole: dict[str, Any] = {"find_unused_parameters": True, "process_group": alone()}
         self.model = DistributedDataParallel(model, **whole)
-        self.hook = ReplicaHook(self.model, manager, count, reduction)
+        self.mean = ReplicaMean(self.model, manager, reduction)
         self.split: Split = ()
         self.history: list[SplitChange] = []
         prior, most = prior_of(profile)
         self._device = BalancedDevice(prior, Bounds(1, min(most, max_batch or MAX_BATCH), required=True))
-        self._timer = ComputeTimer(self.hook)
+        self._timer = ComputeTimer(self.mean)
         self._moves = moves
         self._at: tuple[int, int] | None = None  # this replica's place in the quorum that the split is for
         self._step, self._since, self._timed = -1, 0, 0
@@ -248,12 +247,25 @@ class UnevenReplica:
     @property
     def batch_size(self) -> int:
         """This replica's samples of the step."""
-        return self.hook.rows
+        return self.mean.rows
 
     @property
     def parts(self) -> int:
-        """Micro-batches in which the batch fits the device: for replica.hook.accumulate(batch, parts)."""
+        """Micro-batches in which the batch fits the device."""
         return max(1, -(-self.batch_size // self._device.bounds.most))
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The latest step's, over the samples of all replicas, as GlobalMean.loss."""
+        return self.mean.loss
+
+    def backward(self, loss: torch.Tensor, n: Any = None, **options: Any) -> None:
+        """Add the gradient of the loss over all replicas' samples; as GlobalMean.backward()."""
+        self.mean.backward(loss, n, **options)
+
+    def micro_batches(self, batch: Any) -> Iterator[Any]:
+        """The batch in `parts`, for a loop that calls backward() for each; as GlobalMean.accumulate()."""
+        return self.mean.accumulate(batch, self.parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand. torchft gives it to replicas that come; put it into checkpoints, too."""
@@ -271,26 +283,27 @@ class UnevenReplica:
         here = None if rank is None else (rank, replicas)
         if self._agree(here) or not self.data.begun:
             drawn = self.data.begin(self.split, here[0] if here else 0)
-            self.hook.idle = here is None or not drawn
+            self.mean.idle = here is None or not drawn
         self._timer.start()
         found, samples = self.data.draw()
-        self.hook.expected, self.hook.rows = (0 if here is None else samples[0]), samples[1]
+        self.mean.expected, self.mean.rows = (0 if here is None else samples[0]), samples[1]
         return found
 
     def step(self) -> bool:
         """Call it after the optimizer's step: whether that was committed. If not, its samples come again."""
         done = self.manager.current_step() > self._step
-        self._timer.finish(self.hook.rows if done and self.hook.trained == self.data.global_batch else None)
+        self.mean.end_step()
+        self._timer.finish(self.mean.rows if done and self.mean.trained == self.data.global_batch else None)
         for batch, seconds in self._timer.finished():
             self._timed += 1
-            if batch is not None and self._timed > WARM_UP and not self.hook.idle:
+            if batch is not None and self._timed > WARM_UP and not self.mean.idle:
                 self._device.hear(batch, seconds)
         self._asks = self._moves.moves and self._device.tells(self._moves.window)
         if not done:
             self._at = None
             return False
         self._since += 1
-        self.data.advance(self.hook.trained)
+        self.data.advance(self.mean.trained)
         return True
 
     def _agree(self, here: tuple[int, int] | None) -> bool:
@@ -299,8 +312,8 @@ class UnevenReplica:
         """
         joined = here is None or here != self._at
         due = self._moves.moves and self._since >= self._moves.window
-        asked = torch.tensor([float(joined or due or self._asks)], device=self.hook.device)
-        if self.hook.sum(asked) and not bool(asked) and here is not None:
+        asked = torch.tensor([float(joined or due or self._asks)], device=self.mean.device)
+        if self.mean.sum(asked) and not bool(asked) and here is not None:
             return False
         said = self._exchanged(here, joined) if bool(asked) else None
         if said is None or here is None:  # or a replica is gone; the step will not be committed
@@ -320,17 +333,17 @@ class UnevenReplica:
         """What each replica of the step says; None if one is gone."""
         message = b"" if here is None else self._message(here, joined)
         rank, replicas = here or (0, self.manager.num_participants())
-        lengths = torch.zeros(replicas, dtype=torch.int64, device=self.hook.device)
+        lengths = torch.zeros(replicas, dtype=torch.int64, device=self.mean.device)
         lengths[rank] = len(message)
-        if not self.hook.sum(lengths):
+        if not self.mean.sum(lengths):
             return None
         ends = lengths.cumsum(0).tolist()
         every = torch.zeros(ends[-1], dtype=torch.uint8)
         if message:
             start = ends[rank] - len(message)
             every[start : ends[rank]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        every = every.to(self.hook.device)
-        if not self.hook.sum(every):
+        every = every.to(self.mean.device)
+        if not self.mean.sum(every):
             return None
         raw, starts = bytes(every.tolist()), [0, *ends]
         return [msgspec.json.decode(raw[a:b], type=Said) for a, b in zip(starts, ends, strict=False)]

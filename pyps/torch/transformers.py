@@ -6,16 +6,15 @@
 The global batch is as before: per_device_train_batch_size times ranks times gradient_accumulation_steps. Each
 rank takes its part of it in as many micro-batches.
 
-Trainer takes a loss to be divided by the targets of all ranks if the model's forward() takes keywords, also
-where compute_loss or the model ignores that number. So the first batch's loss is tried (loss_kind.py). Where
-it follows the number, sums over ranks are right whatever their batches are. Where it is a mean over rows or
-targets, the hook weights micro-batches and ranks by these.
+Trainer divides a loss by num_items_in_batch, the targets of all ranks, or lets the model do it: such a loss is
+this rank's part of the mean already. Whether a loss was divided so is in its graph. One that was not is a mean
+over its micro-batch, and is weighed as GlobalMean does, also where Trainer takes it for the other kind.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,45 +27,30 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from pyps.errors import InputError
-from pyps.formats import Profile
 from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
-from pyps.torch.hook import weighted_hook
-from pyps.torch.loss_kind import follows, means_over
-from pyps.torch.schedule import PlanLike
-from pyps.torch.weighting import count_targets, not_zero, rows_of
+from pyps.worker.terms import Term, terms_of
 
-# Relative differences of equal losses: on a CPU, on a GPU (tf32), in 16 bits.
-EXACT, NEAR, ROUGH = 1e-5, 1e-4, 2e-2
+ALIKE = 1e-5  # relative: numbers that are one, in float32
 
 
 class UnevenTraining:
     """A mix-in that stands before Trainer, or before a class made of it, among a class's bases.
 
-    plan: a pyps.plan/1 file, a Plan, or the batches by rank; by default equal batches, or the best ones if
-        each rank has a profile.
-    profile, max_batch: of this rank's device, as in agreed_split and Rebalancer.
-    rebalance: whether the split follows the devices' speed while training.
-    count: computes from a micro-batch's inputs how many its loss is the mean over. Without it, the first
-        batch is tried: rows or targets.
-    All other arguments are the Trainer's. `run` has the sampler, the hook and the Rebalancer while it trains.
-    Raises InputError for FSDP, DeepSpeed, DataParallel, samplers of other orders than shuffled or plain, and
-    losses that are a mean over neither.
+    Takes the options of UnevenRun, and the Trainer's. `run` is the UnevenRun while it trains. Raises InputError
+    for FSDP, DeepSpeed, DataParallel, and samplers of other orders than shuffled or plain.
     """
 
-    def __init__(
-        self: Any,
-        *arguments: Any,
-        plan: PlanLike | None = None,
-        profile: Profile | str | os.PathLike[str] | None = None,
-        max_batch: int | None = None,
-        rebalance: bool = True,
-        count: Callable[[Any], Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self._count, self._uneven_count, self._uneven_weight, self._uneven_sum = count, None, None, 0.0
-        self.run = UnevenRun(profile, max_batch, rebalance, plan=plan)
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        self.run = UnevenRun(options)
+        self._by_items: dict[Any, bool] = {}  # what a loss of these terms is, once it was looked at
+        self._items: Any = None  # of the round, in all ranks' batches
+        self._part: Any = None  # of the round's loss, where it is in parts
         super().__init__(*arguments, **options)
-        self.add_callback(_Steps(self.run))
+        self.add_callback(_Steps(self))
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.backward = partial(self._uneven_backward, self.accelerator.backward)
 
     def get_train_dataloader(self: Any) -> Any:
         args = self.args
@@ -75,6 +59,11 @@ class UnevenTraining:
         if args.world_size == 1:
             return even
         self._check()
+        if args.auto_find_batch_size and self.run.options["plan"] is not None:
+            expected = "no plan: it says what the batches are"
+            raise InputError("UnevenTrainer", "auto_find_batch_size", "True", expected)
+        if self.run.sampler is not None:  # train() again, or with another batch size
+            self.run = self.run.again()
         if even in self.accelerator._dataloaders:  # some libraries' trainers do not prepare it
             self.accelerator._dataloaders.remove(even)
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -94,7 +83,7 @@ class UnevenTraining:
             expected = "a data set with a length, in a shuffled or a plain order"
             raise InputError("UnevenTrainer", "train_dataset, its sampler", found, expected)
         return {
-            "total": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+            "total": self._train_batch_size * args.world_size * args.gradient_accumulation_steps,
             "shuffle": is_shuffled(order),
             "drop_last": args.dataloader_drop_last,
         }
@@ -104,23 +93,55 @@ class UnevenTraining:
         step = super().training_step  # type: ignore[misc]
         if self.run.sampler is None:
             return step(model, inputs, num_items_in_batch)
-        if self.run.hook is None:
-            self._weight(model, self._prepare_inputs(inputs), num_items_in_batch)
-        if self._uneven_count is None:
-            return step(model, inputs, num_items_in_batch)
-        self._uneven_weight = weight = self._uneven_count(inputs)
+        if not self.run.models:
+            self._add(model)
+        self._items, self._part = num_items_in_batch, None
         with self._without_ranks():
-            loss = step(model, inputs, num_items_in_batch).double()
-        self._uneven_weight = None
-        divided = not self._is_scaled(num_items_in_batch)
-        self._uneven_sum += loss * weight * (self.current_gradient_accumulation_steps if divided else 1)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros_like(loss)
-        total, self._uneven_sum = self._uneven_sum, 0.0
-        return total * self.args.world_size / not_zero(self.run.hook.total)
+            loss = step(model, inputs, num_items_in_batch)
+        if self._part is not None:
+            return self._part
+        whole = self.run.mean.loss if self.accelerator.sync_gradients else None
+        return torch.zeros_like(loss) if whole is None else whole.to(loss)
+
+    def _add(self: Any, model: Any) -> None:
+        ddp = getattr(model, "_orig_mod", model)
+        if not isinstance(ddp, DistributedDataParallel):
+            raise InputError("UnevenTrainer", "model", type(ddp).__name__, "DistributedDataParallel")
+        self.run.add(ddp, self.accelerator.scaler)
+        self.run.connect()
+
+    def _uneven_backward(self: Any, inner: Any, loss: Any, **options: Any) -> None:
+        """Accelerator.backward() of Trainer's loss."""
+        if self.run.sampler is None:
+            inner(loss, **options)
+            return
+        run, ranks = partial(inner, **options), self.args.world_size
+        if self._is_by_items(loss):
+            self._part = loss.detach() * ranks
+            self.run.backward(loss, run, is_part=True)
+        else:
+            divided = 1 if self._is_scaled(self._items) else self.current_gradient_accumulation_steps
+            self.run.backward(loss, run, divided)
+
+    def _is_by_items(self: Any, loss: torch.Tensor) -> bool:
+        """Whether a loss was divided by the items of all ranks. Each kind of loss is looked at once.
+
+        Raises InputError for a loss that was so in parts.
+        """
+        if self._items is None:
+            return False
+        terms = terms_of(loss)
+        key = tuple((term.kind, term.is_mean, term.count is None) for term in terms)
+        if key not in self._by_items:
+            found = {_is_divided_by(term, self._items) for term in terms}
+            if len(found) > 1:
+                expected = "all of its terms divided by num_items_in_batch, or none"
+                raise InputError("UnevenTrainer", "compute_loss", "a loss of both kinds", expected)
+            self._by_items[key] = found == {True}
+        return self._by_items[key]
 
     def _finalize_training(self: Any, *arguments: Any, **options: Any) -> Any:
-        if self.run.hook is not None:
+        if self.run.mean is not None:
             torch.distributed.all_reduce(self._tr_loss)
             self._tr_loss /= self.args.world_size
         return super()._finalize_training(*arguments, **options)  # type: ignore[misc]
@@ -142,80 +163,6 @@ class UnevenTraining:
         finally:
             self.args.average_tokens_across_devices = before
 
-    def _weight(self: Any, model: Any, inputs: Any, items: Any) -> None:
-        """Register the hook for what this Trainer's loss is a mean over."""
-        ddp = getattr(model, "_orig_mod", model)
-        if not isinstance(ddp, DistributedDataParallel):
-            raise InputError("UnevenTrainer", "model", type(ddp).__name__, "DistributedDataParallel")
-        by_items, count, factor = self._kind(ddp.module, inputs, items)
-        inner, scaler = self.accelerator.backward, self.accelerator.scaler
-        if by_items:
-            # Each loss is N times its part of the mean over all targets, so the ranks' average is right.
-            parts = self.args.gradient_accumulation_steps
-            hook = weighted_hook(ddp, count=lambda *_, **__: 1 / parts, reduction="sum", scaler=scaler)
-        else:
-            self._uneven_count = count
-
-            def counted(*arguments: Any, **named: Any) -> Any:
-                weight = self._uneven_weight
-                return count(named or arguments) if weight is None else weight
-
-            hook = weighted_hook(ddp, count=counted, scaler=scaler)
-            factor = 1 if self._is_scaled(items) else 0  # 0: Trainer divides by the micro-batches
-
-        def backward(loss: Any, **options: Any) -> None:
-            inner(loss * (factor or self.current_gradient_accumulation_steps), **options)
-
-        self.accelerator.backward = backward
-        self.run.weight(hook, managed=True)
-        self.run.connect()
-
-    def _counts(self: Any, inputs: Any) -> dict[str, Any]:
-        """What the loss may be a mean over: functions of a micro-batch's inputs."""
-        counts: dict[str, Any] = {"rows": rows_of}
-        labels = inputs.get("labels")
-        if self._count is not None:
-            counts = {"count": self._count}
-        elif isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            for shift in (False, True)[: labels.dim()]:
-                counts = {f"targets, shift={shift}": partial(count_targets, shift=shift), **counts}
-        return counts
-
-    def _kind(self: Any, module: Any, inputs: Any, items: Any) -> tuple[bool, Any, float]:
-        """Whether the loss is divided by the items; what counts that which it is a mean over; what it lacks
-        to N parts.
-
-        Raises InputError on all ranks for a loss that is neither.
-        """
-        counts = self._counts(inputs)
-        trained = module.training
-        tolerance = EXACT if self.args.device.type == "cpu" else NEAR
-        tolerance = ROUGH if self.args.bf16 or self.args.fp16 else tolerance
-
-        def loss(batch: Any, of: Any = items) -> float:
-            return float(self.compute_loss(module, dict(batch), num_items_in_batch=of))
-
-        module.eval()  # without dropout
-        try:
-            with torch.no_grad(), torch.random.fork_rng(), self.compute_loss_context_manager():
-                by_items = None if items is None else follows(lambda n: loss(inputs, n), items, tolerance)
-                whole = loss(inputs)
-                with self._without_ranks():
-                    lacks = self.args.world_size * loss(inputs) / whole if whole else 1.0
-                    known = items is None or by_items is False
-                    fitting = means_over(loss, inputs, counts, tolerance) if known else []
-        finally:
-            module.train(trained)
-        every: list[Any] = [None] * self.args.world_size
-        torch.distributed.all_gather_object(every, (by_items, fitting))
-        common = [name for name in counts if all(name in one[1] for one in every)]
-        if all(one[0] is True for one in every):
-            return True, None, lacks
-        if not common:
-            expected = "a mean over rows or targets, or what is divided by num_items_in_batch"
-            raise InputError("UnevenTrainer", "compute_loss", "a loss of unknown weights", expected)
-        return False, counts[common[0]], 1.0
-
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         if self.run.sampler is None:
@@ -236,29 +183,34 @@ class UnevenTraining:
         args = self.args
         for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
             if getattr(self, name):
-                raise InputError("UnevenTrainer", name, "True", "DDP; loss_scale is for others")
+                raise InputError("UnevenTrainer", name, "True", "DDP; FSDP2 is for GlobalMean")
         if not args.average_tokens_across_devices:
             expected = "True: else each rank divides by its own targets"
             raise InputError("UnevenTrainer", "average_tokens_across_devices", "False", expected)
 
 
+def _is_divided_by(term: Term, items: Any) -> bool:
+    """Whether a term is a sum that was divided by these items, or by so many for each class."""
+    if term.is_mean or term.count is None:
+        return False
+    on_device = float(term.count) / math.prod(term.divisors)
+    times = [divisor / float(items) for divisor in (*term.divisors, on_device)]
+    return any(one > 0.5 and abs(one - round(one)) < ALIKE * one for one in times)
+
+
 class _Steps(TrainerCallback):  # type: ignore[misc]
     """Ends the rounds, and keeps logging, evaluation and saving out of their times."""
 
-    def __init__(self: Any, run: UnevenRun) -> None:
-        self._run = run
+    def __init__(self: Any, trainer: UnevenTraining) -> None:
+        self._trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._run.stepped()
+        self._trainer.run.stepped()
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        self._run.restart_timer()
+        self._trainer.run.restart_timer()
 
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._run.restart_timer()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self._run.restart_timer()
+    on_evaluate = on_save = on_log
 
 
 class UnevenTrainer(UnevenTraining, Trainer):  # type: ignore[misc]

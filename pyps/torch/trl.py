@@ -14,7 +14,8 @@ tokens of all ranks. Figures that TRL logs are put together when they are logged
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class UnevenPrompts(UnevenTraining):
 
     _slices: Any = None  # the generated completions of a round, in micro-batches
     _sliced_at = -1  # the micro-batch, counted from the beginning, at which they were generated
-    _items: Any = None  # the group in which tokens are summed: apart, so that it counts as no meeting
+    _counted: Any = None  # the micro-batch that the loss is of
+    _apart: Any = None  # the group in which tokens are summed: apart, so that it counts as no meeting
 
     def _uneven_order(self: Any) -> dict[str, Any]:
         args = self.args
@@ -88,15 +90,16 @@ class UnevenPrompts(UnevenTraining):
             expected = "colocate: a server takes equally many prompts of all ranks"
             raise InputError("UnevenPrompts", "vllm_mode", "'server'", expected)
 
-    def _kind(self: Any, module: Any, inputs: Any, items: Any) -> tuple[bool, Any, float]:
-        loss_type = getattr(self, "loss_type", "")
-        if loss_type in BY_ITEMS:
-            return True, None, 1.0
-        count = _tokens if loss_type in BY_TOKENS else _completions
-        return False, lambda rows: count(self._prepare_inputs(rows)), 1.0
-
-    def _is_scaled(self: Any, num_items_in_batch: Any) -> bool:
-        return False  # TRL divides by the micro-batches, or leaves that to Trainer
+    def _uneven_backward(self: Any, inner: Any, loss: Any, **options: Any) -> None:
+        run, loss_type = partial(inner, **options), getattr(self, "loss_type", "")
+        if self.run.sampler is None:
+            run(loss)
+        elif loss_type in BY_ITEMS:  # TRL has multiplied it by the ranks
+            self._part = loss.detach()
+            self.run.backward(loss * (1 / self.args.world_size), run, is_part=True)
+        else:
+            count = _tokens if loss_type in BY_TOKENS else _completions
+            self.run.backward(loss, run, self.current_gradient_accumulation_steps, count(self._counted))
 
     def _prepare_inputs(self: Any, rows: Any) -> Any:
         """A micro-batch of the completions of these prompts, which the first one of a round generates."""
@@ -130,19 +133,17 @@ class UnevenPrompts(UnevenTraining):
 
     def _sum(self: Any, values: torch.Tensor) -> torch.Tensor:
         """Over all ranks; the wait for them is none of this rank's own time."""
-        if self._items is None:
-            self._items = dist.new_group()
-        hook = self.run.hook
-        if hook is None:
-            dist.all_reduce(values, group=self._items)
-        else:
-            with hook.waiting.counted():
-                dist.all_reduce(values, group=self._items)
+        if self._apart is None:
+            self._apart = dist.new_group()
+        mean = self.run.mean
+        with nullcontext() if mean is None else mean.waiting.counted():
+            dist.all_reduce(values, group=self._apart)
         return values
 
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
         if self.run.sampler is None or not self.model.training:
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
+        self._counted = inputs
         with alone(self.accelerator):
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
 

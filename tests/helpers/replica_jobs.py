@@ -133,12 +133,12 @@ def trained(
             manager.start_quorum(joins)
             at = (replica.epoch, replica.position)
             batch = replica.batch()
-            for x, y in replica.hook.accumulate(batch, replica.parts):
-                mse(replica.model(x), y).backward()
+            for x, y in replica.micro_batches(batch):
+                replica.backward(mse(replica.model(x), y))
             if manager.should_commit():
                 optimizer.step()
             if replica.step():
-                steps.append([*at, list(replica.split), replica.hook.trained, len(batch[0])])
+                steps.append([*at, list(replica.split), replica.mean.trained, len(batch[0])])
     final = None if replica is None else [p.detach() for p in replica.model.parameters()]
     return {"steps": steps, "parameters": final, "history": [str(c) for c in replica.history]}
 
@@ -162,7 +162,7 @@ def samples_second(group: Any) -> str:
         x, y = replica.batch()
         loss = mse(replica.model(x.expand(7 + dist.get_rank(), *x.shape)), y)
         try:
-            loss.backward()
+            replica.backward(loss)
         except InputError as error:
             return str(error)
     return ""

@@ -62,10 +62,10 @@ def replica(number: int, folder: Path) -> None:
             x, y = held.batch()
             found = held.model(x)
             time.sleep(SPEEDS[number] * len(x))
-            jobs.mse(found, y).backward()
+            held.backward(jobs.mse(found, y))
             optimizer.step()
             if held.step():
-                notes.write(json.dumps([*at, list(held.split), held.hook.trained, len(x)]) + "\n")
+                notes.write(json.dumps([*at, list(held.split), held.mean.trained, len(x)]) + "\n")
     torch.save([p.detach() for p in held.model.parameters()], folder / f"{number}.pt")
     manager.shutdown()
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 from trainer_checks import Model
@@ -98,10 +99,10 @@ def fitted(
     module = kind(loss)
     plan = more.pop("plan", [8 * parts, 4 * parts])
     trainer = lightning.Trainer(
-        strategy=UnevenStrategy(process_group_backend="gloo", plan=plan),
+        strategy=UnevenStrategy(process_group_backend="gloo", plan=plan, rebalance=False),
         accelerator="cpu",
         devices=RANKS,
-        max_epochs=1,
+        max_epochs=more.pop("max_epochs", 1),
         accumulate_grad_batches=parts,
         logger=False,
         enable_checkpointing=False,
@@ -150,6 +151,32 @@ class Halves(Manual):
         self.zero_grad()
 
 
+class Closures(Module):
+    """LBFGS, which computes the loss several times a step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.compare()
+        self.seen.own.clear()
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        self.seen.own.clear()
+        return super().training_step(batch, number)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Finetuning(BaseFinetuning):  # type: ignore[misc]
+    """The first layer is frozen until the second epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.network.layers[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.network.layers[0], optimizer, lr=0.01)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([dataset()[k] for k in range(12)])
@@ -167,6 +194,29 @@ def with_eval(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def classes_of(y: torch.Tensor) -> torch.Tensor:
+    """A class for each sample; some are ignored, and the last rank may have none."""
+    return torch.where(y[:, 0] > 0.5, IGNORED, (y[:, 1] > 0).long())
+
+
+def by_classes(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(x), classes_of(y), weight=weight)
+
+
+def masked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = y[:, 0] > 0.3
+    return (model(x)[kept] - y[kept]).square().sum() / (3 * int(kept.sum()))
+
+
+def two_terms(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y) + by_classes(model, x, y)
+
+
+def penalized(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y) + 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
 def shuffled() -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=6, shuffle=True)
 
@@ -182,6 +232,15 @@ LIGHTNING: dict[str, Callable[[Any], float]] = {
     "two forwards, one loss": lambda _: fitted(lambda m, x, y: mse(m(x), y) + mse(m(x + 1), y)),
     "own accumulation": lambda _: fitted(kind=Halves),
     "clipping": lambda _: fitted(gradient_clip_val=100.0),
+    "closures (LBFGS)": lambda _: fitted(kind=Closures),
+    "layers unfrozen by BaseFinetuning": lambda _: fitted(callbacks=[Finetuning()], max_epochs=2),
+    "class weights, ignore_index": lambda _: fitted(by_classes),
+    "the same, micro-batches": lambda _: fitted(by_classes, parts=3),
+    "a mask": lambda _: fitted(masked),
+    "two terms of unlike divisors": lambda _: fitted(two_terms),
+    "the same, micro-batches of two terms": lambda _: fitted(two_terms, parts=3),
+    "a penalty on weights": lambda _: fitted(penalized),
+    "a loss that is a sum": lambda _: fitted(lambda m, x, y: mse(m(x), y, reduction="sum")),
     "a second shuffled loader": lambda _: fitted(loaders=[shuffled(), shuffled()]),
     "a sampler of its own": lambda _: fitted(
         loaders=DataLoader(dataset(), batch_size=6, sampler=WeightedRandomSampler([1.0] * SAMPLES, 24)),
@@ -284,6 +343,32 @@ class OwnItems(Trained):
         return nn.functional.cross_entropy(scores, targets, reduction="sum") / more["num_items_in_batch"]
 
 
+class OwnCount(Trained):
+    """A sum over this rank's own targets."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        scores = model(input_ids=inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+        targets = inputs["labels"][:, 1:].flatten()
+        return nn.functional.cross_entropy(scores, targets, reduction="sum") / (targets != IGNORED).sum()
+
+
+class Weighted(Trained):
+    """Class weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return weighted_loss(model, inputs["input_ids"], inputs["labels"])
+
+
+class Small(Trained):
+    """What fits is less than the first batch."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.state.global_step == 1 and self.args.world_size * len(inputs["input_ids"]) > 10:
+            self.seen.own = []
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 class OddLoss(Trained):
     """A mean over nothing that is known."""
 
@@ -307,6 +392,19 @@ def class_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.T
     return nn.functional.cross_entropy(model(input_ids=words).logits, labels)
 
 
+def weighted_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weight = torch.tensor([1.0, 7.0, 3.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(input_ids=words).logits, labels, weight=weight)
+
+
+def smoothed_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """transformers' LabelSmoother, by the labels that Trainer counts."""
+    logs = -model(input_ids=words).logits[:, :-1].flatten(0, 1).log_softmax(-1)
+    targets, kept = labels[:, 1:].flatten(), labels[:, 1:].flatten() != IGNORED
+    right = logs[kept].gather(1, targets[kept][:, None]).sum()
+    return (0.8 * right + 0.2 * logs[kept].sum() / logs.shape[1]) / kept.sum()
+
+
 class Compare(TrainerCallback):
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
@@ -316,12 +414,21 @@ class Compare(TrainerCallback):
 
 
 def trained(
-    kind: type[Trained], make: Callable[[], nn.Module], data: Any, loss: Loss, parts: int = 1, **more: Any
+    kind: type[Trained],
+    make: Callable[[], nn.Module],
+    data: Any,
+    loss: Loss,
+    parts: int = 1,
+    times: int = 1,
+    **more: Any,
 ) -> float:
-    """The worst gradient, or a part of training_loss's distance from the mean of one process's losses."""
+    """The worst gradient, or a part of training_loss's distance from the mean of one process's losses.
+
+    times: calls of train().
+    """
     torch.manual_seed(0)
     model = make()
-    reported = more.pop("reported", True)
+    reported, plan = more.pop("reported", True), more.pop("plan", [8 * parts, 4 * parts])
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -339,10 +446,12 @@ def trained(
             remove_unused_columns=False,
             **more,
         )
-        trainer = kind(model, arguments, train_dataset=data, plan=[8 * parts, 4 * parts], rebalance=False)
+        trainer = kind(model, arguments, train_dataset=data, plan=plan, rebalance=False)
         seen = trainer.seen = Seen(model, loss)
         trainer.add_callback(Compare(seen))
-        found = trainer.train().training_loss
+        for _ in range(times):
+            seen.losses = []
+            found = trainer.train().training_loss
     right = sum(seen.losses) / len(seen.losses)
     return max(
         seen.worst, abs(found - right) / right / 1e6 if reported else 0.0
@@ -362,6 +471,16 @@ TRANSFORMERS: dict[str, Callable[[Any], float]] = {
     "compute_loss, a mean": lambda _: trained(OwnLoss, bert, classes(), class_loss, parts=2),
     "compute_loss, over tokens": lambda _: trained(OwnTokens, gpt, texts(), tokens_loss, parts=2),
     "compute_loss, by items": lambda _: trained(OwnItems, gpt, texts(), items_loss, reported=False),
+    "compute_loss, by an own count": lambda _: trained(OwnCount, gpt, texts(), tokens_loss, parts=2),
+    "class weights, micro-batches": lambda _: trained(Weighted, bert, classes(), weighted_loss, parts=2),
+    "label smoothing": lambda _: trained(
+        Trained, gpt, texts(), smoothed_loss, parts=2, label_smoothing_factor=0.2, reported=False
+    ),
+    "train() twice": lambda _: trained(Trained, gpt, texts(), items_loss, times=2),
+    "auto_find_batch_size": lambda _: trained(
+        Small, gpt, texts(), items_loss, plan=None, auto_find_batch_size=True, reported=False
+    ),
+    "the same with a plan": lambda _: trained(Small, gpt, texts(), items_loss, auto_find_batch_size=True),
     "compute_loss, a mean of nothing known": lambda _: trained(OddLoss, gpt, texts(), tokens_loss),
     "tied weights": lambda _: trained(Trained, gpt, texts(False), items_loss),
     "a loader of the trainer's own": lambda _: trained(OwnLoader, bert, classes(), class_loss, parts=2),

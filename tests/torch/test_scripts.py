@@ -84,7 +84,7 @@ def test_two_hosts(quick_start: None) -> None:
 
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    said = run_script(scripts_of("train-accelerate.md", tmp_path) / "train.py", 2, **ONE_THREAD)
+    said = run_script(scripts_of("train-libraries.md", tmp_path) / "with_accelerate.py", 2, **ONE_THREAD)
     assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 0.5
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 128
@@ -100,18 +100,18 @@ def test_accelerate(tmp_path: Path) -> None:
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    said = run_script(scripts_of("train-transformers.md", tmp_path) / "train.py", 2, **ONE_THREAD)
+    said = run_script(scripts_of("train-libraries.md", tmp_path) / "with_transformers.py", 2, **ONE_THREAD)
     assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 3.9
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 32
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["train.py", "with_lightning.py"])
-def test_lightning(quick_start: None, tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("where", ["page", "examples"])
+def test_lightning(quick_start: None, tmp_path: Path, where: str) -> None:
     pytest.importorskip("lightning")
-    folder = EXAMPLES if script == "with_lightning.py" else scripts_of("train-lightning.md", tmp_path)
-    command = [sys.executable, str(folder / script)]
+    folder = EXAMPLES if where == "examples" else scripts_of("train-libraries.md", tmp_path)
+    command = [sys.executable, str(folder / "with_lightning.py")]
     environment = {**os.environ, "EPOCHS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert re.search(r"accuracy|loss 0\.[0-2]\d+ batches \(\d+, \d+\)", done.stdout), done.stderr

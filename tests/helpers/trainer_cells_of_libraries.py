@@ -1,0 +1,546 @@
+"""Features under Accelerate and Fabric, whose loops are the script's, as trainer_cells tries them: the worst
+distance of a step's gradient from that of one process with all ranks' samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from trainer_checks import Model
+
+from pyps.torch import UnevenBatchSampler, UnevenSyncBatchNorm
+
+SPLIT, SAMPLES, IGNORED = [8, 4], 30, -100
+mse = nn.functional.mse_loss
+Loss = Callable[..., torch.Tensor]  # of (model, its own module, inputs, targets)
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=draws, dtype=torch.float64)
+    y = torch.randn(samples, 3, generator=draws, dtype=torch.float64)
+    return TensorDataset(x, y + torch.linspace(-2, 2, samples)[:, None])
+
+
+class Accelerated:
+    """A script for Accelerate; parts: gradient_accumulation_steps."""
+
+    def __init__(self, parts: int = 1, **options: Any) -> None:
+        from accelerate.state import AcceleratorState, GradientState
+
+        from pyps.torch.accelerate import UnevenAccelerator
+
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        options = {"plan": [parts * n for n in SPLIT], "rebalance": False, **options}
+        self.parts = parts
+        self.accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=parts, **options)
+        self.run = self.accelerator.run
+        self.backward = self.accelerator.backward
+
+    def prepare(self, *models: nn.Module) -> list[Any]:
+        return [self.accelerator.prepare(model) for model in models]
+
+    def optimizer(self, optimizer: Any) -> Any:
+        return self.accelerator.prepare(optimizer)
+
+    def loader(self, **options: Any) -> Any:
+        options = {"batch_size": sum(SPLIT), "shuffle": True, **options}
+        return self.accelerator.prepare(DataLoader(options.pop("dataset", dataset()), **options))
+
+    def micro_batch(self, model: Any, number: int) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self.accelerator.accumulate(model)
+        return found
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self.accelerator.no_sync(model)
+        return found
+
+    def clip(self, model: Any, optimizer: Any) -> None:
+        self.accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class Fabric:
+    """A script for Fabric."""
+
+    def __init__(self, parts: int = 1, **options: Any) -> None:
+        import lightning
+
+        from pyps.torch.lightning import UnevenFabricStrategy
+
+        options = {"plan": [parts * n for n in SPLIT], "rebalance": False, **options}
+        self.parts = parts
+        strategy = UnevenFabricStrategy(process_group_backend="gloo", accumulate=parts, **options)
+        self.fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+        self.fabric.launch()
+        self.run, self.backward = strategy.run, self.fabric.backward
+
+    def prepare(self, *models: nn.Module) -> list[Any]:
+        return [self.fabric.setup(model) for model in models]
+
+    def optimizer(self, optimizer: Any) -> Any:
+        return self.fabric.setup_optimizers(optimizer)
+
+    def loader(self, **options: Any) -> Any:
+        options = {"batch_size": sum(SPLIT) // 2, "shuffle": True, **options}
+        return self.fabric.setup_dataloaders(DataLoader(options.pop("dataset", dataset()), **options))
+
+    def micro_batch(self, model: Any, number: int) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = (
+            nullcontext() if number % self.parts == 0 else self.no_sync(model)
+        )
+        return found
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self.fabric.no_backward_sync(model)
+        return found
+
+    def clip(self, model: Any, optimizer: Any) -> None:
+        self.fabric.clip_gradients(model, optimizer, max_norm=0.1)
+
+
+Kit = Callable[..., Any]  # Accelerated or Fabric
+
+
+class Script:
+    """A model alone, and under the library with its optimizer and loader."""
+
+    def __init__(self, kit: Any, model: Callable[[], nn.Module] = Model, **loading: Any) -> None:
+        torch.manual_seed(0)
+        self.kit, self.alone = kit, model()
+        inner = copy.deepcopy(self.alone)
+        (self.model,) = kit.prepare(inner)
+        self.inner: Any = inner
+        self.optimizer = kit.optimizer(torch.optim.SGD(inner.parameters(), lr=0.01))
+        self.loader = kit.loader(**loading)
+        self.worst = 0.0
+
+    def rounds(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Each round's micro-batches, and the samples of all ranks."""
+        batches: list[Any] = []
+        for number, batch in enumerate(self.loader, 1):
+            batches.append(batch)
+            if number % self.kit.parts == 0:
+                yield batches, whole(batches)
+                batches = []
+
+    def compare(self, loss: Loss, samples: list[torch.Tensor]) -> None:
+        self.alone.load_state_dict(self.inner.state_dict())
+        self.alone.zero_grad()
+        loss(self.alone, self.alone, *samples).backward()  # type: ignore[no-untyped-call]
+        self.worst = max(self.worst, error_of([self.inner], [self.alone]))
+
+
+def whole(batches: list[Any]) -> list[torch.Tensor]:
+    """The samples of these micro-batches, of all ranks."""
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, [list(batch) for batch in batches])
+    return [torch.cat(one) for one in zip(*(batch for own in every for batch in own), strict=True)]
+
+
+def error_of(found: list[Any], right: list[Any]) -> float:
+    ends = [
+        torch.cat([p.grad.flatten() for m in models for p in m.parameters() if p.grad is not None])
+        for models in (found, right)
+    ]
+    return float((ends[0] - ends[1]).norm() / ends[1].norm())
+
+
+def trained(
+    kit: Kit, loss: Loss, parts: int = 1, model: Callable[[], nn.Module] = Model, **options: Any
+) -> float:
+    """Two epochs of a usual loop."""
+    script = Script(kit(parts, **options), model)
+    for _ in range(2):
+        batches: list[Any] = []
+        for number, batch in enumerate(script.loader, 1):
+            batches.append(batch)
+            with script.kit.micro_batch(script.model, number):
+                script.kit.backward(loss(script.model, script.inner, *batch))
+                if number % parts == 0:
+                    script.compare(loss, whole(batches))
+                    script.optimizer.step()
+                    script.optimizer.zero_grad()
+                    batches = []
+    return script.worst
+
+
+def plain(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y)
+
+
+def classes_of(y: torch.Tensor) -> torch.Tensor:
+    """A class for each sample; most are ignored, so a rank may have none."""
+    return torch.where(y[:, 0] > -0.8, IGNORED, (y[:, 1] > 0).long())
+
+
+def by_classes(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(x), classes_of(y), weight=weight)
+
+
+def masked(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = y[:, 0] > -1.5
+    return (model(x)[kept] - y[kept]).square().sum() / (3 * int(kept.sum()))
+
+
+def two_terms(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return plain(model, inner, x, y) + by_classes(model, inner, x, y)
+
+
+def summed(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y, reduction="sum")
+
+
+def penalized(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = torch.stack([p.square().sum() for p in inner.parameters()]).sum()
+    return mse(model(x), y) + 0.1 * weights
+
+
+def gradient_penalty(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    inputs = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return mse(model(x), y) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def balanced(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mixture of experts' balance, say, from the module's attribute."""
+    return mse(model(x), y) + inner.balance
+
+
+def eval_between(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    found = mse(model(x), y)
+    model.eval()
+    model(x[:1])
+    model.train()
+    return found
+
+
+def two_forwards(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y) + mse(model(x + 1), 2 * y)
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.Linear(16, 6).double()
+        self.layers[2].weight = nn.Parameter(self.layers[0].weight.T.clone().contiguous())
+        self.layers[0] = nn.Linear(6, 16).double()
+        self.again = self.layers[0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.again(self.layers[2](torch.tanh(self.layers[0](x))))[:, :3]
+
+
+class Normed(Model):
+    """With batch normalization: over all ranks' samples where it is `across`."""
+
+    across = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.BatchNorm1d(16).double()
+        if self.across:
+            self.norm = UnevenSyncBatchNorm.convert(self.norm)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[2](torch.tanh(self.norm(self.layers[0](x))))
+
+
+class Across(Normed):
+    across = True
+
+
+def sync_norm(kit: Kit) -> float:
+    script = Script(kit(), Across)
+    right = Normed()
+    right.load_state_dict(script.alone.state_dict())
+    script.alone = right
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.worst
+
+
+def clipped(kit: Kit) -> float:
+    script = Script(kit())
+    for batches, samples in script.rounds():
+        script.optimizer.zero_grad()
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.kit.clip(script.model, script.optimizer)
+        script.alone.zero_grad()
+        plain(script.alone, None, *samples).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(script.alone.parameters(), 0.1)
+        script.worst = max(script.worst, error_of([script.inner], [script.alone]))
+    return script.worst
+
+
+def own_accumulation(kit: Kit, divided: int = 1) -> float:
+    """By the script, of each batch's two halves."""
+    script = Script(kit())
+    for (batch,), samples in script.rounds():
+        for k, part in enumerate(zip(*(values.tensor_split(2) for values in batch), strict=True)):
+            with script.kit.no_sync(script.model) if k == 0 else nullcontext():
+                script.kit.backward(plain(script.model, None, *part) / divided)
+        script.compare(plain, samples)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.worst
+
+
+def two_models(kit: Kit) -> float:
+    made, worst = kit(), 0.0
+    torch.manual_seed(0)
+    alone: list[nn.Module] = [Model(), Model()]
+    inner: list[Any] = copy.deepcopy(alone)
+    models = made.prepare(*inner)
+    optimizer = made.optimizer(torch.optim.SGD([p for m in inner for p in m.parameters()], lr=0.01))
+    for batch in made.loader():
+        for pair, (x, y), backward in (
+            (alone, whole([batch]), torch.Tensor.backward),
+            (models, batch, made.backward),
+        ):
+            backward(mse(pair[0](x) + 0.5 * pair[1](x), y))
+        worst = max(worst, error_of(inner, alone))
+        optimizer.step()
+        optimizer.zero_grad()
+        for mine, other in zip(alone, inner, strict=True):
+            mine.load_state_dict(other.state_dict())
+            mine.zero_grad()
+    return worst
+
+
+def gan(kit: Kit) -> float:
+    """A discriminator's step, then the generator's through it: two models and optimizers on one loader."""
+    made, worst = kit(), 0.0
+    torch.manual_seed(0)
+    alone: list[Any] = [
+        nn.Linear(6, 3).double(),
+        nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
+    ]
+    inner: list[Any] = copy.deepcopy(alone)
+    models = made.prepare(*inner)
+    optimizers = [made.optimizer(torch.optim.SGD(m.parameters(), lr=0.01)) for m in reversed(inner)]
+    for epoch in range(2):
+        rows = 0
+        for batch in made.loader() if epoch == 0 else loader:
+            if epoch == 0 and rows == 0:
+                loader = made.run.loader
+            samples = whole([batch])
+            rows += len(samples[0])
+            ends = []
+            for (g, d), (x, y), backward in (
+                (alone, samples, torch.Tensor.backward),
+                (models, batch, made.backward),
+            ):
+                fake = g(x)
+                backward(d(y).square().mean() + (d(fake.detach()) - 1).square().mean())
+                ends.append(copy.deepcopy([p.grad for p in d.parameters()]))
+                d.zero_grad()
+                backward(d(fake).square().mean())
+            worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in zip(*ends, strict=True)))
+            worst = max(worst, error_of(inner[:1], alone[:1]))
+            for one in [*alone, *inner]:
+                one.zero_grad()
+    return worst
+
+
+def closures(kit: Kit) -> float:
+    """A loss that is computed twice a step, as of SAM: each round counts once."""
+    script, rounds = Script(kit()), 0
+    for batches, samples in script.rounds():
+        for _ in range(2):
+            script.optimizer.zero_grad()
+            script.kit.backward(plain(script.model, None, *batches[0]))
+            script.compare(plain, samples)
+        script.optimizer.step()
+        rounds += 1
+    trained = script.kit.run.sampler.state_dict()
+    return script.worst if rounds == len(script.loader) and trained["position"] in (0, SAMPLES) else 1.0
+
+
+def past(kit: Kit) -> float:
+    """loss.backward() in place of the library's."""
+    script = Script(kit())
+    for batches, _ in script.rounds():
+        plain(script.model, None, *batches[0]).backward()  # type: ignore[no-untyped-call]
+    return 1.0
+
+
+def unfrozen(kit: Kit) -> float:
+    """A layer that trains from the second step on."""
+
+    class Frozen(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            for parameter in self.layers[0].parameters():
+                parameter.requires_grad = False
+
+    script = Script(kit(), Frozen)
+    for batches, samples in script.rounds():
+        script.optimizer.zero_grad()
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        for model in (script.inner, script.alone):
+            for parameter in model.layers[0].parameters():
+                parameter.requires_grad = True
+    return script.worst
+
+
+def sampler_of_its_own(kit: Kit, plan: Any = None) -> float:
+    weights = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, 24)
+    script = Script(kit(plan=plan), batch_size=12, shuffle=None, sampler=weights)
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.worst
+
+
+def second_loader(kit: Kit) -> float:
+    script = Script(kit())
+    script.kit.loader(shuffle=None, sampler=RandomSampler(dataset()))
+    return 1.0
+
+
+def no_rounds(kit: Kit) -> float:
+    """Fewer samples than a global batch, without the last round: it would train nothing."""
+    script = Script(kit(), dataset=dataset(10), drop_last=True)
+    return float(len(list(script.loader)))
+
+
+def sampler_of_samples(kit: Kit) -> float:
+    script = Script(kit(), batch_size=12, shuffle=None, sampler=UnevenBatchSampler(SAMPLES, SPLIT))
+    return float(len(list(script.loader)))
+
+
+def compiled(kit: Kit) -> float:
+    script = Script(kit())
+    run = torch.compile(script.model, backend="aot_eager")
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(run, None, *batches[0]))
+        script.compare(plain, samples)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.worst
+
+
+def recipe(kit: Kit, ranks: int = 2) -> float:
+    """Accelerate's, for a mean over tokens: sums over a count that was gathered. ranks: what it multiplies by."""
+    script = Script(kit(2))
+    accelerator = script.kit.accelerator
+    for batches, samples in script.rounds():
+        own = torch.stack([(classes_of(y) != IGNORED).sum() for _, y in batches]).sum()
+        count = accelerator.gather(own).sum().item()
+        for k, (x, y) in enumerate(batches):
+            with script.model.no_sync() if k == 0 else nullcontext():
+                loss = nn.functional.cross_entropy(script.model(x), classes_of(y), reduction="sum")
+                accelerator.backward(loss * 2 * ranks / count)
+        script.compare(lambda m, _, x, y: nn.functional.cross_entropy(m(x), classes_of(y)), samples)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.worst
+
+
+def without_models(kit: Kit) -> float:
+    """accumulate() without a model: each micro-batch is reduced, and is a mean by itself."""
+    script = Script(kit(2))
+    for batch in script.loader:
+        (plain(script.alone, None, *whole([batch])) / 2).backward()  # type: ignore[no-untyped-call]
+        with script.kit.accelerator.accumulate():
+            script.kit.backward(plain(script.model, None, *batch))
+            if script.kit.accelerator.sync_gradients:
+                script.worst = max(script.worst, error_of([script.inner], [script.alone]))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+        if script.kit.accelerator.sync_gradients:
+            script.alone.load_state_dict(script.inner.state_dict())
+            script.alone.zero_grad()
+    return script.worst
+
+
+def skips_all(kit: Kit) -> float:
+    """skip_first_batches() of a whole epoch: it is empty, and the next ones are whole."""
+    script, found = Script(kit()), []
+    for epoch in range(3):
+        loader = script.loader
+        if epoch == 0:
+            loader = script.kit.accelerator.skip_first_batches(loader, len(loader))
+        found.append(0)
+        for x, y in loader:
+            script.kit.backward(plain(script.model, None, x, y))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+            found[-1] += 1
+    return 0.0 if found == [0, 3, 3] else 1.0
+
+
+def late_scheduler(kit: Kit) -> float:
+    """A scheduler that is made of the prepared optimizer."""
+    script = Script(kit())
+    schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 1, gamma=0.5)
+    for batches, _ in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.optimizer.step()
+        schedule.step()
+        script.optimizer.zero_grad()
+    return float(script.optimizer.param_groups[0]["lr"] != 0.01 * 0.5**3)
+
+
+COMMON: dict[str, Callable[[Kit], float]] = {
+    "plain loop": partial(trained, loss=plain),
+    "micro-batches": partial(trained, loss=plain, parts=3),
+    "class weights, ignore_index, a rank without targets": partial(trained, loss=by_classes),
+    "the same, micro-batches": partial(trained, loss=by_classes, parts=2),
+    "a mask": partial(trained, loss=masked),
+    "two terms of unlike divisors": partial(trained, loss=two_terms),
+    "two terms of unlike divisors, micro-batches": partial(trained, loss=two_terms, parts=2),
+    "a loss that is a sum": partial(trained, loss=summed),
+    "a penalty on weights": partial(trained, loss=penalized),
+    "a gradient penalty": partial(trained, loss=gradient_penalty),
+    "an auxiliary loss (MoE)": partial(trained, loss=balanced),
+    "eval() in between": partial(trained, loss=eval_between),
+    "two forwards, one loss": partial(trained, loss=two_forwards),
+    "a bypassing forward": partial(trained, loss=lambda _, inner, x, y: mse(inner.encode(x), y)),
+    "tied weights": partial(trained, loss=plain, model=Tied),
+    "two models": two_models,
+    "GAN, two optimizers": gan,
+    "closures, two losses a step": closures,
+    "own accumulation": own_accumulation,
+    "own accumulation, divided": partial(own_accumulation, divided=2),
+    "clipping": clipped,
+    "UnevenSyncBatchNorm": sync_norm,
+    "torch.compile": compiled,
+    "layers unfrozen later": unfrozen,
+    "loss.backward()": past,
+    "a sampler of its own": sampler_of_its_own,
+    "a plan nothing uses": partial(sampler_of_its_own, plan=SPLIT),
+    "a second shuffled loader": second_loader,
+    "an epoch of no rounds": no_rounds,
+}
+OF_ACCELERATE: dict[str, Callable[[Kit], float]] = {
+    "tokens by a gathered count": recipe,
+    "the same, not times the ranks": partial(recipe, ranks=1),
+    "accumulate() without a model": without_models,
+    "skip_first_batches() of all": skips_all,
+    "a scheduler made after prepare()": late_scheduler,
+    "batches as sampler=": sampler_of_samples,
+}
+LIBRARIES: dict[str, dict[str, Callable[[Any], float]]] = {
+    "Accelerate": {
+        name: partial(lambda cell, _: cell(Accelerated), cell)
+        for name, cell in (COMMON | OF_ACCELERATE).items()
+    },
+    "Fabric": {name: partial(lambda cell, _: cell(Fabric), cell) for name, cell in COMMON.items()},
+}
