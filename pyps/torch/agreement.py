@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -45,7 +46,8 @@ class Agreement:
         timeout: float,
         error: InputError | None = None,
     ) -> None:
-        Consensus(purpose, group, timeout, peers).agree(error)
+        consensus = Consensus(purpose, group, timeout, peers)
+        consensus.agree(error)
         own = dist.get_process_group_ranks(group)
         every = [own]
         if peers is not None:
@@ -55,12 +57,11 @@ class Agreement:
         self._own = [self.ranks.index(rank) for rank in own]  # the rows of those with different samples
         self.rank = dist.get_rank(group)  # this rank's row among these
         self._purpose, self._timeout = purpose, timeout
-        self._group: Any = dist.new_group(
-            self.ranks,
-            timeout=timedelta(seconds=timeout + GRACE_SECONDS),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        # dist.new_group would name it by the number of groups of each rank, which may differ.
+        self._store = PrefixStore("rows", consensus.store)
+        limit = timedelta(seconds=timeout + GRACE_SECONDS)
+        place = self.ranks.index(dist.get_rank())
+        self._group: Any = dist.ProcessGroupGloo(self._store, place, len(self.ranks), limit)
         self._calls = 0
 
     def exchange(
@@ -68,8 +69,8 @@ class Agreement:
     ) -> torch.Tensor:
         """Send this rank's row and wait for all: the values by rank, float64 [ranks of the group, values].
 
-        error: what this rank refuses. Raises it on all ranks; and InputError where fields differ, or the number
-        of values does.
+        error: what this rank refuses. Raises it on all ranks; and InputError where fields differ, or the
+        number of values does.
         """
         self._calls += 1
         digest = digest_of(fields)
@@ -89,22 +90,26 @@ class Agreement:
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(self.ranks), len(row), dtype=row.dtype)
-        work = dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True)
         try:
-            if work is not None:
-                work.wait(timedelta(seconds=self._timeout))
+            self._group.allgather([list(rows.unbind())], [row]).wait(timedelta(seconds=self._timeout))
         except (RuntimeError, dist.DistError) as error:
             self._raise_missing(error)
         return rows
 
+    def _gather_all(self, value: Any) -> list[Any]:
+        """A value of JSON's types of each rank."""
+        own = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
+        lengths = [int(one) for one in self._gather(torch.tensor([len(own)]))[:, 0]]
+        rows = self._gather(torch.nn.functional.pad(own, (0, max(lengths) - len(own))))
+        return [
+            msgspec.json.decode(bytes(row[:length].tolist()))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
     def _raise_missing(self, error: Exception) -> None:
         """Name the ranks that have not sent their row."""
         with suppress(RuntimeError, dist.DistError):
-            store = PrefixStore(
-                f"pyps/rows/{self._group.group_name}/{self._calls}",
-                dist.distributed_c10d._get_default_store(),
-            )
-            own = dist.get_rank()
+            own, store = dist.get_rank(), PrefixStore(f"waits/{self._calls}", self._store)
             store.set(str(own), "waits")
             time.sleep(GRACE_SECONDS)
             missing = [rank for rank in self.ranks if rank != own and not store.check([str(rank)])]
@@ -116,8 +121,7 @@ class Agreement:
 
     def _raise_refusal(self, error: InputError | None) -> None:
         own = None if error is None else (error.where, error.field, error.found, error.expected)
-        every: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(every, own, group=self._group)
+        every = [None if one is None else tuple(one) for one in self._gather_all(own)]
         found = [
             (rank, refused) for rank, refused in zip(self.ranks, every, strict=True) if refused is not None
         ]

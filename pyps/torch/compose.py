@@ -1,4 +1,4 @@
-"""uneven: sampler, GlobalMean and Rebalancer of the common DDP loop in one call; a backward pass and a step's end.
+"""uneven: sampler, GlobalMean and Rebalancer of the common DDP loop, in one call.
 
     model, loader, step = uneven(model, dataset, 256, optimizer=optimizer)
     for epoch in range(10):
@@ -36,8 +36,9 @@ _stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a
 
 
 class UnevenStep:
-    """The backward pass of a step, and its end: the optimizer's, the sampler's and the Rebalancer's. From the
-    first gradient on, other calls of the optimizer's step() raise InputError, unless its learning rates are 0.
+    """The backward pass of a step, and its end: the optimizer's, the sampler's and the Rebalancer's. From
+    the first gradient on, other calls of the optimizer's step() raise InputError, unless its learning rates
+    are 0.
 
     sampler, mean, balance: what uneven() has made, for all else that they can do.
     """
@@ -115,8 +116,8 @@ def uneven(
     """The model, its data and the end of a step, for ranks on unlike devices; all ranks call it.
 
     model: on this rank's device; it is put into DistributedDataParallel unless it is there.
-    dataset: with a length; shuffled, each sample once an epoch. Each loop over the loader is the next epoch, or
-        the rest of a loaded one, once its steps end.
+    dataset: with a length; shuffled, each sample once an epoch. Each loop over the loader is the next epoch,
+        or the rest of a loaded one, once its steps end.
     global_batch: the samples of a step, of all ranks together.
     optimizer: of the model's parameters.
     profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.

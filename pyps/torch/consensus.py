@@ -70,7 +70,7 @@ class Consensus:
         work.wait()
         if peers is not None:
             dist.broadcast(name, src=dist.get_global_rank(peers, 0), group=peers)
-        self._store = PrefixStore(f"pyps/{purpose}/{int(name)}", base)
+        self.store = PrefixStore(f"pyps/{purpose}/{int(name)}", base)
 
     @property
     def decides(self) -> bool:
@@ -97,31 +97,31 @@ class Consensus:
     def report(self, number: int, message: msgspec.Struct) -> None:
         """Send what this rank knows for decision `number`."""
         if self._speaks:
-            self._store.set(f"{number}/{self.rank}", msgspec.json.encode(message).decode())
+            self.store.set(f"{number}/{self.rank}", msgspec.json.encode(message).decode())
 
     def reports(self, number: int, kind: type[Message]) -> list[Message]:
         """The reports of all ranks, in their order; waits for those that have not reported yet."""
         keys = [f"{number}/{rank}" for rank in range(self.ranks)]
-        self._wait_for(keys, lambda rank: not self._store.check([keys[rank]]))
-        found = [msgspec.json.decode(self._store.get(key), type=learnt(kind)) for key in keys]
+        self._wait_for(keys, lambda rank: not self.store.check([keys[rank]]))
+        found = [msgspec.json.decode(self.store.get(key), type=learnt(kind)) for key in keys]
         for key in keys:
-            self._store.delete_key(key)
+            self.store.delete_key(key)
         return found
 
     def decide(self, number: int, message: msgspec.Struct) -> None:
         """Announce the decision. The one before the last is deleted: all ranks have read it."""
-        self._store.set(f"{number}/decision", msgspec.json.encode(message).decode())
-        self._store.delete_key(f"{number - 2}/decision")
+        self.store.set(f"{number}/decision", msgspec.json.encode(message).decode())
+        self.store.delete_key(f"{number - 2}/decision")
 
     def decision(self, number: int, kind: type[Message]) -> Message:
         """The decision; waits for it."""
         key = f"{number}/decision"
         self._wait_for([key], lambda rank: rank == 0)
-        return msgspec.json.decode(self._store.get(key), type=learnt(kind))
+        return msgspec.json.decode(self.store.get(key), type=learnt(kind))
 
     def _wait_for(self, keys: list[str], is_missing: Callable[[int], bool]) -> None:
-        if not self._store.check(keys):
-            self._wait(lambda: self._store.check(keys), is_missing)
+        if not self.store.check(keys):
+            self._wait(lambda: self.store.check(keys), is_missing)
 
     def _wait(self, is_done: Callable[[], bool], is_missing: Callable[[int], bool]) -> None:
         """Wait until it is done. Warn of the missing ranks, and at the deadline raise InputError."""

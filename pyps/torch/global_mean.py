@@ -7,9 +7,9 @@
 
 The loss's own graph has kept what each of its means was divided by (pyps.worker.terms). One row of each rank
 says so to the others (pyps.torch.agreement). Then each term's gradient enters times N n / W: n is what this
-rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the gradient of
-the same loss on all samples, each term a mean over its own items. No communication hook and no forward hook
-takes part.
+rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the gradient
+of the same loss on all samples, each term a mean over its own items. No communication hook and no forward
+hook takes part.
 
 Micro-batches under no_sync() count as one batch: their gradients enter times n, and are divided by W once all
 are reduced.
@@ -47,7 +47,7 @@ _open = 0  # backward passes of GlobalMeans that run now, and unweighted() block
 
 @contextmanager
 def unweighted() -> Iterator[None]:
-    """Within it, plain loss.backward() is allowed: this rank's own gradient is wanted, or a hand-made weight."""
+    """Within it, plain loss.backward() is allowed: for this rank's own gradient, or a hand-made weight."""
     global _open
     _open += 1
     try:
@@ -68,7 +68,7 @@ class _Held:
     counts: list[Number] = field(default_factory=list)
     loss: Any = 0.0
     ratios: list[Number] = field(default_factory=list)
-    before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    before: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     error: InputError | None = None
 
     def mean_loss(self) -> Any:
@@ -81,10 +81,10 @@ class _Held:
 class GlobalMean:
     """Backward passes whose gradients are those of the loss over all ranks' samples.
 
-    model: a DistributedDataParallel, what fully_shard gives, or several that one loss goes through; compiled or
-    not. All ranks make a GlobalMean together.
-    sampler: an UnevenBatchSampler or UnevenIterableDataset; its epoch, position and split are compared at each
-    step, and end_step() moves its position.
+    model: a DistributedDataParallel, what fully_shard gives, or several that one loss goes through; compiled
+    or not. All ranks make a GlobalMean together.
+    sampler: an UnevenBatchSampler or UnevenIterableDataset; its epoch, position and split are compared at
+    each step, and end_step() moves its position.
     reduction: "mean", or "sum" where the loss is a sum over samples and divided by constants alone.
     wire: the type in which DDP's gradients are sent: "same", "bf16", "f16", or "int8" and "int4" with error
     feedback. scaler: the torch.amp.GradScaler in use.
@@ -150,9 +150,9 @@ class GlobalMean:
     def backward(self, loss: torch.Tensor, n: Any = None, **options: Any) -> None:
         """Add the gradient of the loss over all ranks' samples to the parameters' .grad.
 
-        loss: this rank's, of one value. n: how many items it is a mean over (a number, or a tensor of one value
-        on any device), where its graph cannot say: a compiled loss, or a model's own. options: as in
-        torch.Tensor.backward. All ranks call it equally often; a pass under no_sync() waits for no other rank.
+        loss: this rank's, of one value. n: how many items it is a mean over (a number, or a tensor of one
+        value on any device), where its graph cannot say: a compiled loss, or a model's own. options: as in
+        torch.Tensor.backward. All ranks call it equally often; a pass under no_sync() waits for no other one.
         Raises InputError on all ranks before any gradient is reduced, for what it does not know, and for what
         differs between ranks.
         """
@@ -191,17 +191,17 @@ class GlobalMean:
     def loss(self) -> torch.Tensor | None:
         """The loss of the latest step over all ranks' samples, float64 [], on the losses' device.
 
-        It is computed when it is read. None, with a warning that says why, where the terms of the loss are means
-        over unlike shares of the samples: the graph keeps their divisors, not their values.
+        It is computed when it is read. None, with a warning that says why, where the terms of the loss are
+        means over unlike shares of the samples: the graph keeps their divisors, not their values.
         """
         return self._losses()
 
     def end_step(self, rounds: int | None = None) -> None:
         """End a step: the sampler's position moves on by the rounds that were trained.
 
-        rounds: how many, where the loop's loader draws ahead of what is trained. UnevenStep, Rebalancer.step()
-        and the adapters call it; a loop without these calls it after optimizer.step(). Raises InputError for
-        micro-batches that were not reduced.
+        rounds: how many, where the loop's loader draws ahead of what is trained. UnevenStep,
+        Rebalancer.step() and the adapters call it; a loop without these calls it after optimizer.step().
+        Raises InputError for micro-batches that were not reduced.
         """
         if self._held is not None:
             expected = "a last one outside of no_sync(), which reduces the gradients of all"
@@ -215,11 +215,11 @@ class GlobalMean:
     ) -> Iterator[Any]:
         """Cut this rank's batch into micro-batches, for a loop that calls backward() for each.
 
-        batch: tensors with samples in the first dimension, lists with an entry for each sample, and tuples and
-        dicts of them. parts: how many, or how many on each rank. most: in place of parts, the samples of a
-        micro-batch that fit this rank's memory. Each loss is the plain mean over its micro-batch, not divided
-        by their number. Raises InputError for fewer than one part or sample, and for a batch that cannot be cut
-        by samples.
+        batch: tensors with samples in the first dimension, lists with an entry for each sample, and tuples
+        and dicts of them. parts: how many, or how many on each rank. most: in place of parts, the samples of
+        a micro-batch that fit this rank's memory. Each loss is the plain mean over its micro-batch, not
+        divided by their number. Raises InputError for fewer than one part or sample, and for a batch that
+        cannot be cut by samples.
         """
         return self._micro_batches.cut(batch, parts, most)
 
@@ -235,7 +235,7 @@ class GlobalMean:
         self._empty = empty
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks make this call. Raises InputError on all of them where one makes another one."""
+        """Wait until all ranks make this call. Raises InputError on all where one makes another one."""
         self._agreement.exchange({"call": call}, [])
 
     def _arrived(self, _: torch.Tensor) -> None:
@@ -268,21 +268,18 @@ class GlobalMean:
             one.check_trained()
         if is_part:
             return [Term(_root_of(loss), "part", False, None)]
-        if n is not None:
-            terms = [Term(_root_of(loss), "n", True, _number(n))]
-        else:
-            terms = terms_of(loss)
+        terms = terms_of(loss) if n is None else [Term(_root_of(loss), "n", True, _number(n))]
         if not self._is_walked:
             self._check_leaves(loss)
         if self.reduction == "sum":
             terms = [term if term.is_mean else _bare(term) for term in terms]
         elif any(term.count is None for term in terms):
             name = next(term.kind for term in terms if term.count is None)
-            expected = "a mean; GlobalMean(..., reduction='sum') where it is a sum over samples, or backward(loss, n=)"
+            expected = "a mean; reduction='sum' for a sum over samples, or backward(loss, n=count)"
             raise InputError("backward", "loss", f"a sum that is divided by nothing ({name})", expected)
         for term in terms:
-            if isinstance(term.count, float) and term.count < 0 and not term.is_mean:
-                term.count, term.constant = -term.count, -1.0  # a sum that is subtracted
+            if term.count is not None and not term.is_mean:  # it may be subtracted
+                term.count, term.constant = abs(term.count), _sign(term.divisors)
             if self._empty:
                 term.count = 0.0
         return terms
@@ -362,9 +359,10 @@ class GlobalMean:
             self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, call)
         else:
             shares = [_shares(counts) for counts in weights]
-            self._losses = self._over_all(losses, shares)
+            self._losses = self._over_all(losses, shares, terms)
             own = [len(rows) * _on_this(share, self._agreement.rank) for share in shares]
-            self._run(loss, list(zip(terms, own, strict=True)), None, call)
+            alone = [len(rows) * _inverse(counts.sum()) for counts in weights]
+            self._run(loss, list(zip(terms, own, alone, strict=True)), None, call)
 
     def _refused_number(self, loss: torch.Tensor) -> InputError | None:
         """Refuse a loss of several micro-batches that is divided by their number."""
@@ -426,7 +424,7 @@ class GlobalMean:
         while self._late and (self._late[0][0] is None or self._late[0][0].query()):
             _, flag, what = self._late.pop(0)
             if bool(flag):
-                expected = "a mean over counts of this rank's own items, the same constants, or backward(loss, n=count)"
+                expected = "counts of this rank's own items and equal constants, or backward(loss, n=count)"
                 return InputError("backward", "loss, in an earlier step", what, expected)
         return None
 
@@ -465,18 +463,20 @@ class GlobalMean:
             self._own_counts.add(key)
 
     def _over_all(
-        self, losses: torch.Tensor, shares: list[torch.Tensor]
+        self, losses: torch.Tensor, shares: list[torch.Tensor], terms: list[Term]
     ) -> Callable[[], torch.Tensor | None]:
         """What computes the loss of all samples, when it is read."""
-        scale = self._scale_of_losses()
+        scale, sums = self._scale_of_losses(), [_is_sum(term) > 0 for term in terms]
 
         def over_all() -> torch.Tensor | None:
             share = shares[0].to(losses.device) if shares else torch.full_like(losses, 1 / len(losses))
-            for other in shares[1:]:
-                if not torch.allclose(other.to(share.device), share, rtol=ALIKE, atol=0):
-                    why = "the terms of the loss are means over unlike shares of the samples"
-                    warnings.warn(f"GlobalMean.loss is None: {why}", stacklevel=3)
-                    return None
+            unlike = [other for other in shares[1:] if not _alike(other.to(share.device), share)]
+            empty = share == 0
+            lost = torch.isinf(losses) if len(terms) == 1 else torch.ones_like(empty)
+            if unlike or (any(sums) and bool((empty & lost).any())):
+                why = "a term is divided by 0" if not unlike else "terms are means over unlike shares"
+                warnings.warn(f"GlobalMean.loss is None: {why}, and a graph keeps no values", stacklevel=3)
+                return None
             return torch.where(share > 0, share * losses, 0.0).sum() / scale
 
         return over_all
@@ -489,15 +489,21 @@ class GlobalMean:
     def _run(
         self,
         loss: torch.Tensor,
-        factors: list[tuple[Term, Number]],
+        factors: list[tuple[Term, Number, Number]],
         whole: Number | None,
         call: Call,
     ) -> None:
-        """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor."""
+        """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor.
+
+        factors: with each, the gradient of a sum that this rank has divided by 0: that is no number any more.
+        """
         global _open
-        handles = [term.node.register_prehook(_times(factor)) for term, factor in factors]
+        handles = [
+            term.node.register_prehook(_times(factor, _is_sum(term) * term.constant * alone))
+            for term, factor, alone in factors
+        ]
         if whole is not None:
-            handles.append(_root_of(loss).register_prehook(_times(whole)))
+            handles.append(_root_of(loss).register_prehook(_times(whole, 0.0)))
         _open += 1
         try:
             with self.waiting.backward(_root_of(loss)):
@@ -510,21 +516,24 @@ class GlobalMean:
     # Micro-batches
 
     def _hold(self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call) -> None:
-        """A pass under no_sync(): its gradient enters times its count. An error waits for the pass that reduces,
-        where all ranks raise it.
+        """Run a pass under no_sync(): its gradient enters times its count. An error waits for the pass that
+        reduces, where all ranks raise it.
         """
         if self._held is None:
-            self._held = _Held()
-            for p in self.parameters():
-                if p.grad is not None:
-                    self._held.before.append((p, p.grad.detach().clone()))
-                    p.grad = None
+            self._held = _Held(before=self._set_aside())
         held = self._held
         held.error = held.error or error or self._add(held, loss, terms)
         held.batches += 1
         if held.error is None:
             first = self._first_count(terms)
-            self._run(loss, [(term, _is_any(term.count)) for term in terms], first / self._unit, call)
+            self._run(loss, _held_factors(terms, self._unit), first / self._unit, call)
+
+    def _set_aside(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Take gradients of earlier reductions away, which are not to be divided again."""
+        found = [(p, p.grad.detach().clone()) for p in self.parameters() if p.grad is not None]
+        for p, _ in found:
+            p.grad = None
+        return found
 
     def _add(self, held: _Held, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
         """Add a micro-batch's counts; what this rank refuses of them."""
@@ -570,18 +579,19 @@ class GlobalMean:
         is_sum = bool(terms) and terms[0].count is None
         shares = [torch.ones_like(losses)] if is_sum else [_shares(counts) for counts in weights]
         for other in () if is_sum else shares[1:]:  # the host reads counts of a device here
-            if not torch.allclose(other.cpu(), shares[0].cpu(), rtol=ALIKE, atol=0):
+            if not _alike(other.cpu(), shares[0].cpu()):
                 raise _unlike_micro_batches()
-        self._losses = self._over_all(losses, shares)
+        self._losses = self._over_all(losses, shares, terms)
         whole = self._first_count(terms) / unit
-        self._run(loss, [(term, _is_any(term.count)) for term in terms], whole, call)
+        set_aside = held.before if held is not None else self._set_aside()
+        self._run(loss, _held_factors(terms, unit), whole, call)
         total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
         factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
         factor = float(factor) if factor.device.type == "cpu" else factor
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)
-        for p, before in held.before if held is not None else ():
+        for p, before in set_aside:
             p.grad = before if p.grad is None else p.grad.add_(before)
         self._unit = _power_of_two(total / ranks) if not is_sum else 1.0
 
@@ -592,6 +602,10 @@ def _shares(counts: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(counts)
     total = counts.sum()
     return torch.where(total > 0, counts / torch.where(total > 0, total, 1.0), 0.0)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=ALIKE, atol=0)
 
 
 def _on_this(share: torch.Tensor, rank: int) -> Number:
@@ -605,6 +619,11 @@ def _power_of_two(number: torch.Tensor) -> Number:
     return float(found) if found.device.type == "cpu" else found
 
 
+def _held_factors(terms: list[Term], unit: Number) -> list[tuple[Term, Number, Number]]:
+    """Those of a micro-batch, whose whole loss is multiplied by its count."""
+    return [(term, _is_any(term.count), 1 / unit) for term in terms]
+
+
 def _is_any(count: Number | None) -> Number:
     """1 where there are items, else 0."""
     if isinstance(count, torch.Tensor):
@@ -612,23 +631,43 @@ def _is_any(count: Number | None) -> Number:
     return 1.0 if count is None or count > 0 else 0.0
 
 
-def _times(factor: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook that multiplies gradients; by 0 it makes zeros of NaN too: a mean over nothing has such."""
+def _is_sum(term: Term) -> float:
+    """1 for a sum that the script has divided by a count, else 0."""
+    return float(not term.is_mean and term.count is not None)
+
+
+def _sign(numbers: Sequence[float]) -> float:
+    """That of a product."""
+    return math.prod(math.copysign(1.0, number) for number in numbers)
+
+
+def _inverse(total: torch.Tensor) -> Number:
+    """1 / total; 0 of 0, and of what is no count."""
+    if total.device.type == "cpu":
+        return 1 / float(total) if float(total) > 0 else 0.0
+    return torch.where(total > 0, 1 / total, 0.0)
+
+
+def _times(factor: Number, alone: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that multiplies gradients. Where the factor is 0 it gives `alone` in their place, which may be
+    NaN: a mean over nothing has such.
+    """
 
     def multiplied(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(None if gradient is None else _product(gradient, factor) for gradient in gradients)
+        return tuple(None if one is None else _product(one, factor, alone) for one in gradients)
 
     return multiplied
 
 
-def _product(gradient: torch.Tensor, factor: Number) -> torch.Tensor:
+def _product(gradient: torch.Tensor, factor: Number, alone: Number) -> torch.Tensor:
     if not isinstance(factor, torch.Tensor):
         if factor == 0:
-            return torch.zeros_like(gradient)
+            there = torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype)
+            return there.expand_as(gradient)
         return gradient if factor == 1 else gradient * factor
     wide = factor.to(gradient.device)
     scaled = (gradient.to(wide.dtype) * wide).to(gradient.dtype)
-    return torch.where(wide > 0, scaled, torch.zeros_like(scaled))
+    return torch.where(wide > 0, scaled, torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype))
 
 
 def _on_host(number: Number | None) -> float:
@@ -657,7 +696,7 @@ def _root_of(loss: torch.Tensor) -> Any:
 
 
 def _number(n: Any) -> Number:
-    """What the script says that a loss is a mean over. Raises InputError for less than 0 and rounded numbers."""
+    """The count that a script gives. Raises InputError for less than 0, and for a type that rounds it."""
     expected = "a number from 0, float32 or whole: sum(dtype=torch.float32)"
     if isinstance(n, torch.Tensor):
         if n.numel() != 1 or (n.is_floating_point() and n.element_size() < 4) or n.is_complex():

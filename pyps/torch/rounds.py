@@ -1,7 +1,7 @@
 """Rounds: what the sampler and the stream have in common, and all that a Rebalancer uses of them.
 
-Loops over the data move nothing. Each is a Reader, which knows where it began and how many batches its loop has
-taken. When a step ends, the position becomes that of the reader whose batches were trained: what DataLoader
+Loops over the data move nothing. Each is a Reader, which knows where it began and how many batches its loop
+has taken. When a step ends, the position becomes that of the reader whose batches were trained: what DataLoader
 workers fetch ahead does not count, nor does a second loop that only looks at the data.
 """
 
@@ -46,7 +46,8 @@ class Reader:
     """One loop over the data.
 
     epoch, position: where it begins. skipped: rounds that it leaves out at first. drawn: rounds that it has
-    handed out; items: batches of these, of which DataLoader workers may hold some that the loop has not taken.
+    handed out; items: batches of these, of which DataLoader workers may hold some that the loop has not
+    taken.
     """
 
     def __init__(self, epoch: int, position: int, skipped: int = 0) -> None:
@@ -175,7 +176,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
-        """The position after `rounds` trained rounds of this pass; by default, those whose steps have ended."""
+        """The position after `rounds` rounds of this pass; by default, those whose steps have ended."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -259,7 +260,7 @@ class Rounds(ABC):
 
     _candidate: Reader | None = None  # a reader whose first step has not ended
 
-    def _find_readers(self) -> None:
+    def _find_readers(self) -> None:  # noqa: B027 - a sampler sees all of its own
         """Note loops that began where this object could not see it."""
 
     def _adopt(self, reader: Reader) -> None:

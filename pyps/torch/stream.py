@@ -125,7 +125,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
                 item += 1
 
     def _find_readers(self) -> None:
-        """Loops in DataLoader workers begin out of this object's sight; their iterators are in this process."""
+        """Find loops in DataLoader workers, which begin out of sight, by their iterators in this process."""
         passes = int(self._numbers[PASSES])
         if not int(self._numbers[WORKERS]) or passes == self._known_loops:
             return
@@ -189,7 +189,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         return at, tuple(split)
 
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
-        """The position after `rounds` trained rounds of this pass; by default, those whose steps have ended."""
+        """The position after `rounds` rounds of this pass; by default, those whose steps have ended."""
         done = self.trained if rounds is None else rounds
         return {"epoch": self.epoch, "position": self.position + done * self.global_batch}
 

@@ -163,7 +163,7 @@ class WrappedDDP(Wrapped):
 
 
 def wrapped_models(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Wrapped]:
-    """Each model of one or several. Raises InputError for what is neither in DDP nor went through fully_shard."""
+    """Each of one or several models. Raises InputError for one without DDP or fully_shard."""
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     if not models:
         raise InputError("GlobalMean", "model", "none", "at least one")

@@ -1,0 +1,102 @@
+"""GlobalMean: an uneven round's gradient is that of one process with all samples, or all ranks refuse it."""
+
+from __future__ import annotations
+
+import mean_jobs
+import pytest
+from ranks import Ranks
+
+EXACT = 1e-12  # relative, in float64
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_losses(ranks: Ranks, count: int) -> None:
+    names = [*mean_jobs.LOSSES, *mean_jobs.SUMS]
+    for found in ranks.run(count, mean_jobs.losses, names):
+        assert found.keys() == set(names)
+        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+def test_losses_of_a_sharded_model(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.losses, ["two terms", "a sum", "class weights"], "fsdp"):
+        assert max(found.values()) < EXACT
+
+
+def test_what_is_no_mean_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.refusals):
+        for name, (_, what) in mean_jobs.REFUSED.items():
+            assert what in found[name], name
+
+
+MODES = ["time first", "queries first", "a list of images", "checkpoint", *mean_jobs.WRAPPERS]
+
+
+def test_shapes_and_wrappers_say_nothing(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.modes, MODES):
+        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_micro_batches_of_unlike_sizes_and_numbers(ranks: Ranks, wrapper: str, alike: bool) -> None:
+    for found in ranks.run(2, mean_jobs.micro_batches, wrapper, "class weights", alike):
+        assert max(found.values()) < EXACT
+
+
+def test_a_rank_without_targets(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.without_targets):
+        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+def test_penalties(ranks: Ranks) -> None:
+    for found in ranks.run(3, mean_jobs.penalties):
+        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+def test_a_loss_scale(ranks: Ranks) -> None:
+    assert max(ranks.run(2, mean_jobs.scaled, False)) < EXACT
+    for said in ranks.run(2, mean_jobs.scaled, True):
+        assert "on rank 0, 1024 on rank 1" in said or "type of the loss" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("wire=", "GlobalMean: wire: found 'bf16' on rank 0, 'same' on rank 1"),
+        ("an option that is unknown", "GlobalMean: wire on rank 0: found 'bf8'"),
+        ("a frozen layer", "trained parameters"),
+        ("another kind of loss", "terms of the loss"),
+        ("a loss that is unknown", "loss on rank 0: found SqrtBackward0"),
+        ("another dtype", "type of the loss: found 'torch.float32' on rank 0, 'torch.float64' on rank 1"),
+    ],
+)
+def test_ranks_that_differ(ranks: Ranks, what: str, said: str) -> None:
+    for found in ranks.run(2, mean_jobs.unlike, what):
+        assert said in found
+
+
+def test_a_rank_that_calls_less_often_is_named(ranks: Ranks) -> None:
+    _, found = ranks.run(2, mean_jobs.unlike, "fewer calls")
+    assert "no call 1 on ranks [0], on rank 1; expected as many calls on all ranks, within 3 s" in found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("unfrozen", "a.weight: found a parameter that trains and that nothing reduces"),
+        ("added", "c.weight: found a parameter that trains and that nothing reduces"),
+        ("optimizer in backward", "expected optimizer.step() after backward()"),
+        ("join", "join(): found a model in it"),
+        ("plain", "loss.backward(): found a gradient without its weight; expected mean.backward(loss)"),
+        ("another model", "that is in none of the models"),
+        ("divided micro-batches", "a loss divided by the number of micro-batches under no_sync(), 2"),
+        ("step without a reduction", "1 that were not reduced"),
+    ],
+)
+def test_misuse(ranks: Ranks, what: str, said: str) -> None:
+    for found in ranks.run(2, mean_jobs.misuse, what):
+        assert said in found
+
+
+def test_one_loss_of_two_models(ranks: Ranks) -> None:
+    assert max(ranks.run(2, mean_jobs.two_models)) < EXACT
