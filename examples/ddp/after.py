@@ -21,11 +21,11 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, loader, step = uneven(model, train, GLOBAL_BATCH, optimizer=optimizer)
-    device = EmulatedDevice(model, step.hook)
+    device = EmulatedDevice(model)
     for _ in range(int(os.environ.get("EPOCHS", "10"))):
         for images, labels in loader:
             optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
+            step.backward(cross_entropy(model(images), labels))
             step()
             device.step()
     history = [f"{change}" for change in step.balance.history]

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from pyps.profiler.throttle import sleep_until
-from pyps.torch import WeightedHook
 
 HELD_OUT = 297
 FIXED_SECONDS, SAMPLE_SECONDS = 0.020, 0.002  # a step of the device whose pace is 1
@@ -52,26 +50,19 @@ class EmulatedDevice:
     """Emulates how long this rank's part of a step takes: pace * (20 ms + 2 ms a sample).
 
     PACES: by rank, separated by commas; without it nothing is emulated. SLOWS_AT: a step from which the
-    first rank takes twice as long. The gradients are held back until the time is over, whatever the cores
-    are doing.
+    first rank takes twice as long. The first layer's gradient, which comes last, is held back until the time
+    is over, whatever the cores are doing.
     """
 
-    def __init__(self, model: DistributedDataParallel, hook: WeightedHook | None = None) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         paces = [float(x) for x in os.environ.get("PACES", "").split(",") if x]
         self.pace = paces[dist.get_rank()] if paces else 0.0
         self.slows_at = int(os.environ.get("SLOWS_AT", "0")) if dist.get_rank() == 0 else 0
         self.steps = [time.monotonic()]  # when each began, in seconds
         self.samples = 0
         model.register_forward_pre_hook(self._begin)
-        if not paces:
-            return
-        if hook is not None:
-            hook.on_ready.insert(0, self._hold)
-        else:
-            # DDP compares annotations with types; a lambda has none.
-            model.register_comm_hook(
-                model.process_group, lambda group, bucket: self._hold_and_reduce(group, bucket)
-            )
+        if paces:
+            next(model.parameters()).register_hook(lambda _: self._hold())
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if model.training and torch.is_grad_enabled():
@@ -87,11 +78,6 @@ class EmulatedDevice:
         slowed = 2.0 if 0 < self.slows_at <= len(self.steps) else 1.0
         seconds = slowed * self.pace * (FIXED_SECONDS + SAMPLE_SECONDS * self.samples)
         sleep_until(round((self.steps[-1] + seconds) * 1e9))
-
-    def _hold_and_reduce(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if bucket.is_last():
-            self._hold()
-        return allreduce_hook(group, bucket)
 
     def print_summary(self, **more: Any) -> None:
         """Print, on the first rank, one line of JSON: the seconds of each step, and `more`."""

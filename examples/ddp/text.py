@@ -1,7 +1,7 @@
 """A small transformer on text that it makes itself, weighted by tokens: torchrun --nproc-per-node 4 text.py
 
 Sentences are of unlike length, so a rank's share of a step is its targets and not its sentences: the loss is
-their mean, and `count` tells the hook how many there are. The exact mean over all targets is what is trained.
+their mean, and its graph tells how many there are. The exact mean over all targets is what is trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from pyps.torch import Rebalancer, UnevenBatchSampler, agreed_split, weighted_hook
+from pyps.torch import GlobalMean, Rebalancer, UnevenBatchSampler, agreed_split
 
 GLOBAL_BATCH, SENTENCES, LONGEST = 64, 1280, 24
 NAMES, VERBS = ("ada", "bob", "cleo", "dan"), ("sees", "hears", "likes", "calls")
@@ -72,8 +72,8 @@ def main() -> None:
     sampler = UnevenBatchSampler(texts, agreed_split(GLOBAL_BATCH))
     loader = DataLoader(texts, batch_sampler=sampler, collate_fn=batch_of)
     model = DistributedDataParallel(Writer())
-    hook = weighted_hook(model, count=lambda letters, targets: (targets != PADDING).sum())
-    device, balance = EmulatedDevice(model, hook), Rebalancer(sampler, hook)
+    mean = GlobalMean(model, sampler)
+    device, balance = EmulatedDevice(model), Rebalancer(sampler, mean)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for epoch in range(int(os.environ.get("EPOCHS", "3"))):
@@ -81,11 +81,11 @@ def main() -> None:
         for letters, targets in loader:
             optimizer.zero_grad()
             loss = model(letters, targets)
-            loss.backward()
+            mean.backward(loss)
             optimizer.step()
             balance.step()
             device.step()
-            losses.append(loss.item())
+            losses.append(float(mean.loss))
     history = [str(change) for change in balance.history]
     device.print_summary(batches=sampler.split, history=history, first_loss=losses[0], last_loss=losses[-1])
 

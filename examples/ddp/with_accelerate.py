@@ -28,7 +28,7 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    device = EmulatedDevice(model, accelerator.run.hook)
+    device = EmulatedDevice(model)
     for _ in range(int(os.environ.get("EPOCHS", "5"))):
         for images, labels in loader:
             optimizer.zero_grad()

@@ -38,8 +38,8 @@ WITHOUT_GPUS = "cpu=True where there are no GPUs"
 class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator for DDP on unlike devices; with one process it is a plain one.
 
-    Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. Raises InputError for dispatched
-    batches, a second shuffled loader, and FSDP.
+    Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. Raises InputError for
+    dispatched batches, a second shuffled loader, and FSDP.
     """
 
     dataloader_config: Any  # Accelerator's
@@ -112,8 +112,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             self.run.backward(loss, run, self.gradient_accumulation_steps)
 
     def _is_part(self, loss: torch.Tensor) -> bool:
-        """Whether a loss is this rank's part of the mean already: sums that were divided by a count of all ranks,
-        as in Accelerate's recipe for tokens.
+        """Whether a loss is this rank's part of the mean already: sums that were divided by a count of all
+        ranks, as in Accelerate's recipe for tokens.
 
         Raises InputError for one that was not multiplied by the ranks, of which DDP takes the average.
         """
@@ -164,7 +164,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             self.run.skip(rounds)
             return dataloader
         dataloader.set_epoch(dataloader.iteration + 1)
-        return DataLoader(Subset(dataloader.dataset, []))  # type: ignore[arg-type]
+        return DataLoader(Subset(dataloader.dataset, []))
 
     def _train_loader(self, data_loader: DataLoader[Any]) -> Any:
         loader = uneven_loader(data_loader, self.gradient_accumulation_steps, self.run)

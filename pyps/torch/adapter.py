@@ -70,7 +70,7 @@ class UnevenRun:
         self._skipped = 0, 0  # an epoch, and the rounds of it that were trained before this process
         self._own_state: dict[str, Any] | None = None  # of this rank, until there is a mean
         self._is_open = False  # whether there was a gradient since the last round ended
-        self.read_ahead = 0  # rounds that the first pass reads and does not train
+        self.read_ahead = 0  # rounds that the library reads first and does not train
 
     def again(self) -> UnevenRun:
         """A new run with the same options; this one ends."""
@@ -95,7 +95,6 @@ class UnevenRun:
         if self.options["rebalance"]:
             limits: dict[str, Any] = {"max_batch": self.options["max_batch"]}
             self.balance = Rebalancer(self.sampler, mean, self.options["profile"], **limits)
-            self.balance.skip(self.read_ahead)
         self._load_own()
 
     def _made(self) -> GlobalMean:
@@ -115,8 +114,8 @@ class UnevenRun:
 
         run: that pass, of a loss. parts: what the library divides the loss of a micro-batch by; that is taken
         back, because the mean is over all of a round's. n, is_part: as in GlobalMean.run().
-        Raises InputError for a plan that no loader follows, for a round of another number of micro-batches, and
-        as GlobalMean.backward().
+        Raises InputError for a plan that no loader follows, for a round of another number of micro-batches,
+        and as GlobalMean.backward().
         """
         if self.options["plan"] is not None and self.sampler is None:
             expected = "a shuffled DataLoader, or one with an UnevenBatchSampler"
@@ -136,6 +135,9 @@ class UnevenRun:
             return
         self._is_open, mean = False, self.mean
         assert mean is not None
+        if self.sampler is not None and self.read_ahead:
+            self.sampler.end_step(self.read_ahead)
+            self.read_ahead = 0
         # Libraries draw ahead of what is trained.
         rounds = None if self.sampler is None else max(1, mean.passes // self.sampler.accumulation)
         if self.balance is not None:
@@ -151,7 +153,6 @@ class UnevenRun:
     def read_past(self, rounds: int) -> None:
         """Leave the epoch's first rounds out, with a length as if they were there."""
         if self.sampler is not None:
-            self.read_ahead = rounds % self.sampler.rounds
             self.sampler.read_past(rounds)
 
     def skip(self, rounds: int) -> None:

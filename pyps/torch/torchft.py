@@ -265,7 +265,7 @@ class UnevenReplica:
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """The batch in `parts`, for a loop that calls backward() for each; as GlobalMean.accumulate()."""
-        return self.mean.accumulate(batch, self.parts)
+        return iter([batch]) if self.parts == 1 else self.mean.accumulate(batch, self.parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand. torchft gives it to replicas that come; put it into checkpoints, too."""

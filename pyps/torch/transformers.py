@@ -6,9 +6,9 @@
 The global batch is as before: per_device_train_batch_size times ranks times gradient_accumulation_steps. Each
 rank takes its part of it in as many micro-batches.
 
-Trainer divides a loss by num_items_in_batch, the targets of all ranks, or lets the model do it: such a loss is
-this rank's part of the mean already. Whether a loss was divided so is in its graph. One that was not is a mean
-over its micro-batch, and is weighed as GlobalMean does, also where Trainer takes it for the other kind.
+Trainer divides a loss by num_items_in_batch, the targets of all ranks, or lets the model do it: such a loss
+is this rank's part of the mean already. Whether a loss was divided so is in its graph. One that was not is a
+mean over its micro-batch, and is weighed as GlobalMean does, also where Trainer takes it for the other kind.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ALIKE = 1e-5  # relative: numbers that are one, in float32
 class UnevenTraining:
     """A mix-in that stands before Trainer, or before a class made of it, among a class's bases.
 
-    Takes the options of UnevenRun, and the Trainer's. `run` is the UnevenRun while it trains. Raises InputError
-    for FSDP, DeepSpeed, DataParallel, and samplers of other orders than shuffled or plain.
+    Takes the options of UnevenRun, and the Trainer's. `run` is the UnevenRun while it trains. Raises
+    InputError for FSDP, DeepSpeed, DataParallel, and samplers of other orders than shuffled or plain.
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
@@ -138,7 +138,7 @@ class UnevenTraining:
                 expected = "all of its terms divided by num_items_in_batch, or none"
                 raise InputError("UnevenTrainer", "compute_loss", "a loss of both kinds", expected)
             self._by_items[key] = found == {True}
-        return self._by_items[key]
+        return bool(self._by_items[key])
 
     def _finalize_training(self: Any, *arguments: Any, **options: Any) -> Any:
         if self.run.mean is not None:

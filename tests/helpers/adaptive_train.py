@@ -55,7 +55,7 @@ def main(library: str) -> None:
     model: Any = copy.deepcopy(alone)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
     model, optimizer, loader, run, backward = prepared(library, model, optimizer)
-    noise = GradientNoise(run.hook, 0.9)
+    noise = GradientNoise(run.mean, 0.9)
     adaptive = AdaptiveBatch(noise, run.balance, optimizer, max_batch=96)
     run.balance.timer = EmulatedTimer(Line(0.02, 0.0005 * (1 + 2 * dist.get_rank())))
     found = []

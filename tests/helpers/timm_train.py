@@ -14,7 +14,7 @@ from timm.task import ClassificationTask
 from timm.utils import dispatch_clip_grad
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyps.torch import Rebalancer, UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient, weighted_hook
+from pyps.torch import GlobalMean, Rebalancer, UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient
 
 LOSS = LabelSmoothingCrossEntropy(0.1)
 
@@ -35,8 +35,8 @@ def trained(name: str) -> str:
     dataset = TensorDataset(images, torch.arange(16) % 4)
     sampler = UnevenBatchSampler(dataset, [6, 2])
     loader = DataLoader(dataset, batch_sampler=sampler)
-    hook = weighted_hook(task.trainable_module, sampler)
-    balance = Rebalancer(sampler, hook)
+    mean = GlobalMean(task.trainable_module, sampler)
+    balance = Rebalancer(sampler, mean)
     worst, sizes = 0.0, set()
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -44,7 +44,7 @@ def trained(name: str) -> str:
             worst = max(worst, check_gradient(task.trainable_module, loss_of, batch).error)
             sizes.add(len(batch[0]))
             optimizer.zero_grad()
-            task(*batch)["loss"].backward()
+            mean.backward(task(*batch)["loss"])
             dispatch_clip_grad(task.get_clip_parameters(), value=1.0)
             optimizer.step()
             balance.step()

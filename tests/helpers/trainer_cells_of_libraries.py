@@ -331,14 +331,10 @@ def gan(kit: Kit) -> float:
     inner: list[Any] = copy.deepcopy(alone)
     models = made.prepare(*inner)
     optimizers = [made.optimizer(torch.optim.SGD(m.parameters(), lr=0.01)) for m in reversed(inner)]
-    for epoch in range(2):
-        rows = 0
-        for batch in made.loader() if epoch == 0 else loader:
-            if epoch == 0 and rows == 0:
-                loader = made.run.loader
-            samples = whole([batch])
-            rows += len(samples[0])
-            ends = []
+    loader = made.loader()
+    for _ in range(2):
+        for batch in loader:
+            samples, ends = whole([batch]), []
             for (g, d), (x, y), backward in (
                 (alone, samples, torch.Tensor.backward),
                 (models, batch, made.backward),
@@ -350,8 +346,12 @@ def gan(kit: Kit) -> float:
                 backward(d(fake).square().mean())
             worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in zip(*ends, strict=True)))
             worst = max(worst, error_of(inner[:1], alone[:1]))
-            for one in [*alone, *inner]:
-                one.zero_grad()
+            for one in optimizers:
+                one.step()
+            for mine, other in zip(alone, inner, strict=True):
+                mine.load_state_dict(other.state_dict())
+                mine.zero_grad()
+                other.zero_grad()
     return worst
 
 
@@ -437,7 +437,7 @@ def compiled(kit: Kit) -> float:
 
 
 def recipe(kit: Kit, ranks: int = 2) -> float:
-    """Accelerate's, for a mean over tokens: sums over a count that was gathered. ranks: what it multiplies by."""
+    """Accelerate's, for a mean over tokens: sums over a gathered count. ranks: what it multiplies by."""
     script = Script(kit(2))
     accelerator = script.kit.accelerator
     for batches, samples in script.rounds():

@@ -402,7 +402,7 @@ def smoothed_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torc
     logs = -model(input_ids=words).logits[:, :-1].flatten(0, 1).log_softmax(-1)
     targets, kept = labels[:, 1:].flatten(), labels[:, 1:].flatten() != IGNORED
     right = logs[kept].gather(1, targets[kept][:, None]).sum()
-    return (0.8 * right + 0.2 * logs[kept].sum() / logs.shape[1]) / kept.sum()
+    return (0.8 * right + 0.2 * logs[kept].sum() / logs.shape[1]) / (labels != IGNORED).sum()
 
 
 class Compare(TrainerCallback):
