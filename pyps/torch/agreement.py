@@ -131,10 +131,7 @@ class Agreement:
         raise InputError(where, f"{field}{on}", what, expected) from error
 
     def _raise_difference(self, fields: Fields) -> None:
-        every: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(
-            every, {name: repr(value) for name, value in fields.items()}, group=self._group
-        )
+        every = self._gather_all({name: repr(value) for name, value in fields.items()})
         for name in dict.fromkeys(name for one in every for name in one):
             values = [one.get(name, "nothing") for one in every]
             if len(set(values)) > 1:

@@ -1,8 +1,8 @@
 """Rounds: what the sampler and the stream have in common, and all that a Rebalancer uses of them.
 
 Loops over the data move nothing. Each is a Reader, which knows where it began and how many batches its loop
-has taken. When a step ends, the position becomes that of the reader whose batches were trained: what DataLoader
-workers fetch ahead does not count, nor does a second loop that only looks at the data.
+has taken. When a step ends, the position becomes that of the reader whose batches were trained: what
+DataLoader workers fetch ahead does not count, nor does a second loop that only looks at the data.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ class Rounds(ABC):
     def position_now(self) -> dict[str, Any]:
         """What ranks compare in each step: where the loop is whose batches are computed now."""
         reader = self._training()
-        return self._fields(reader, self.trained if reader is None else self._rounds_of(reader))
+        fields = self._fields(reader, self.trained if reader is None else self._rounds_of(reader))
+        return {**fields, "rounds whose steps have ended": self.trained}
 
     def end_step(self, rounds: int | None = None, passes: int = 1) -> None:
         """A step has ended: the position moves on.
