@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_jobs import flat, mine, net, numbers, off, square
+from ddp_tools import flat, mine, net, numbers, off, square
 from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
