@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from pyps.errors import InputError
 from pyps.torch.accumulate import samples_of
 from pyps.torch.global_mean import unweighted
-from pyps.torch.norm import equally_weighted, sees_own_batch_alone
+from pyps.torch.norm import sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
 
@@ -80,7 +80,7 @@ def check_gradient(
     if plan is not None and (planned := read_split(plan)) != batches:
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
-    with _restored(model, reductions.parameters), equally_weighted(module):
+    with _restored(model, reductions.parameters):
         right = reductions.alone(loss, whole)
         averaged, weighted = reductions.averages(loss, batch, samples_of(batch) / sum(batches))
         with reductions.uncounted():

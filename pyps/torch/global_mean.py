@@ -32,6 +32,7 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.agreement import Agreement
 from pyps.torch.consensus import DEADLINE_SECONDS
+from pyps.torch.norm import note_trained
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
@@ -287,6 +288,8 @@ class GlobalMean:
     def _check_leaves(self, loss: torch.Tensor) -> None:
         """Raise InputError for a parameter that the loss trains and that no model reduces; once."""
         self._is_walked = True
+        for one in self.models:
+            note_trained(one.model)
         reduced = {id(p) for one in self.models for p in one.reduced()}
         stack, seen = [loss.grad_fn], set[Any]()
         while stack:

@@ -4,17 +4,13 @@ The statistics are those of the whole round: every rank's count, mean and sum of
 rank order (Chan, Golub, LeVeque 1979). running_var takes the unbiased variance, n / (n - 1) with the whole
 round's n.
 
-Its backward pass adds up, over the ranks, how each rank's loss depends on the statistics. These losses are
-means over unequal batches, so they count by their weights: sum_j w_j s_j / w_i for a gradient that the
-reduction multiplies by w_i / W afterwards. weighted_hook gives its model's layers the weights. Without it all
-are 1: right for a loss that is already multiplied by its weight (loss_scale), and for plain DDP with equal
-batches.
+Its backward pass adds up, over the ranks, how each rank's loss depends on the statistics. GlobalMean lets the
+gradient into each rank's loss with its weight, and all that follows is averaged alike: so the sum is plain,
+also for a rank of weight 0, whose samples are in the statistics of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyps.errors import InputError
+from pyps.torch.waiting import Waiting
 from pyps.worker.norms import normalized_by_batch
 
 PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+TRAINED = "_pyps_has_trained"  # an attribute of layers that a GlobalMean has trained
 
 
 class UnevenSyncBatchNorm(_BatchNorm):
@@ -39,14 +37,18 @@ class UnevenSyncBatchNorm(_BatchNorm):
     """
 
     group: dist.ProcessGroup | None = None
-    # Called in forward(): gives what tells, in the backward pass, w_i of the loss; None: all are 1.
-    loss_weight: Callable[[], Callable[[], Any]] | None = None
-    waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around what waits for the other ranks
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """The module with each BatchNorm replaced; parameters and buffers are kept. Raises InputError."""
+        """The module with each BatchNorm replaced; parameters and buffers are kept.
+
+        It is for models before their first step, wrapped or not. Raises InputError for a layer that has trained
+        by its own rank's statistics.
+        """
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            if getattr(module, TRAINED, False):
+                expected = "convert() before the first step, on all ranks"
+                raise InputError("UnevenSyncBatchNorm", "convert", "a layer that has trained", expected)
             return cls._like(module, group)
         for name, child in module.named_children():
             if (new := cls.convert(child, group)) is not child:
@@ -78,9 +80,8 @@ class UnevenSyncBatchNorm(_BatchNorm):
         alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1
         if not self.training or alone:
             return super().forward(input)
-        weight_of_loss = None if self.loss_weight is None else self.loss_weight()
         normed, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.group, weight_of_loss, self.waits
+            input, self.weight, self.bias, self.eps, self.group
         )
         self._track(mean, variance, count)
         return normed  # type: ignore[no-any-return]
@@ -106,18 +107,11 @@ def sees_own_batch_alone(module: nn.Module) -> bool:
     return any(not isinstance(layer, UnevenSyncBatchNorm) for layer in normalized_by_batch(module))
 
 
-@contextmanager
-def equally_weighted(module: nn.Module) -> Iterator[None]:
-    """Within it, all losses have weight 1, whatever the hook has set."""
-    layers = [layer for layer in module.modules() if isinstance(layer, UnevenSyncBatchNorm)]
-    weights = [layer.loss_weight for layer in layers]
-    for layer in layers:
-        layer.loss_weight = None
-    try:
-        yield
-    finally:
-        for layer, weight in zip(layers, weights, strict=True):
-            layer.loss_weight = weight
+def note_trained(module: nn.Module) -> None:
+    """The module's first step begins: layers that normalise by batch are what they are from now on."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            setattr(layer, TRAINED, True)
 
 
 class _Normalise(torch.autograd.Function):
@@ -131,17 +125,15 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: dist.ProcessGroup | None,
-        loss_weight: Callable[[], Any] | None,
-        waits: Callable[[], AbstractContextManager[None]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        mean, squares, count = _merged(*_own_statistics(wide), group, waits)
+        mean, squares, count = _merged(*_own_statistics(wide), group)
         variance = squares / count
         inverse_std = torch.rsqrt(variance + eps)
         shape = _across(values)
         normed = (wide - mean.view(shape)) * inverse_std.view(shape)
         ctx.save_for_backward(normed, inverse_std, weight, count)
-        ctx.group, ctx.loss_weight, ctx.waits, ctx.dtype = group, loss_weight, waits, values.dtype
+        ctx.group, ctx.dtype = group, values.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         result = normed if weight is None else normed * weight.view(shape)
         return (result if bias is None else result + bias.view(shape)).to(values.dtype), mean, variance, count
@@ -153,16 +145,14 @@ class _Normalise(torch.autograd.Function):
         shape, others = _across(normed), _not_channels(normed)
         above = above.to(normed.dtype)
         sums = torch.stack([above.sum(others), (above * normed).sum(others)])  # gradients of bias and weight
-        own = _like(sums, 1.0 if ctx.loss_weight is None else ctx.loss_weight())
-        total = sums * own
-        with ctx.waits():
+        total = sums.clone()
+        with Waiting.on(sums.device).counted():
             dist.all_reduce(total, group=ctx.group)
-        # The reduction leaves out a loss of weight 0, and with it this rank's gradient.
-        total = torch.where(own > 0, total / (own * count), 0.0)
+        total /= count
         below = above - total[0].view(shape) - normed * total[1].view(shape)
         below = below * (inverse_std if weight is None else inverse_std * weight).view(shape)
         own_weight, own_bias = (None, None) if weight is None else (sums[1].to(weight), sums[0].to(weight))
-        return below.to(ctx.dtype), own_weight, own_bias, None, None, None, None
+        return below.to(ctx.dtype), own_weight, own_bias, None, None
 
 
 def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -180,23 +170,17 @@ def _merged(
     squares: torch.Tensor,
     count: int,
     group: dist.ProcessGroup | None,
-    waits: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same over all ranks, in rank order; count becomes a tensor []."""
     own = torch.cat([mean, squares, mean.new_full((1,), count)])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with waits():
+    with Waiting.on(own.device).counted():
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered)
     means, deviations, counts = table[:, : len(mean)], table[:, len(mean) : -1], table[:, -1:]
     total = counts.sum()
     merged = (means * (counts / total)).sum(0)
     return merged, (deviations + counts * (means - merged) ** 2).sum(0), total
-
-
-def _like(values: torch.Tensor, number: Any) -> torch.Tensor:
-    """A number or a tensor as [] of the same type on the same device, without a wait for that."""
-    return number.to(values) if isinstance(number, torch.Tensor) else values.new_full((), number)
 
 
 def _across(values: torch.Tensor) -> list[int]:
