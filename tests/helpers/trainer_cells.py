@@ -1,6 +1,8 @@
-"""Ranks that try features under a trainer: how far the gradient is from one process's, or what refused it.
+"""Ranks that try features under a trainer: the worst distance of a step's gradient from that of one process with
+all ranks' samples, or what refused it.
 
-TRAINER names it; FEATURES the features, by default all. Prints JSON: {feature: error or message}.
+TRAINER names it; FEATURES the features, by default all. Prints JSON: {feature: error or message}. The loops here
+are the script's own; trainer_cells_of_loops has the trainers that own the loop.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,591 +25,646 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainer_checks import Model, fsdp_model, whole_gradient
 
 from pyps.errors import InputError
-from pyps.torch import UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient, count_targets, weighted_hook
+from pyps.torch import GlobalMean, UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient
 
-SPLIT = [9, 4]
+SPLIT, SAMPLES, IGNORED = [8, 4], 30, -100
 mse = nn.functional.mse_loss
+Loss = Callable[..., torch.Tensor]  # of (model, its own module, inputs, targets)
 
 
-class Kit:
-    """A trainer's own loop: prepares models, calls backward."""
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=draws, dtype=torch.float64)
+    y = torch.randn(samples, 3, generator=draws, dtype=torch.float64)
+    return TensorDataset(x, y + torch.linspace(-2, 2, samples)[:, None])
 
-    def prepare(self, *models: nn.Module, **options: Any) -> list[Any]:
-        """Models as they are trained. options: of weighted_hook."""
-        prepared = [DistributedDataParallel(model) for model in models]
-        self.hooks: list[Any] = [weighted_hook(model, **options) for model in prepared]
-        return prepared
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        loss.backward(**options)  # type: ignore[no-untyped-call]
+class Plain:
+    """A loop of one's own on DDP; parts: micro-batches of a round."""
+
+    def __init__(self, parts: int = 1, reduction: Any = "mean", plan: Any = SPLIT) -> None:
+        self.parts, self._reduction, self._plan = parts, reduction, plan
+        self.models: list[Any] = []
+        self.sampler: Any = None
+        self._mean: GlobalMean | None = None
+
+    @property
+    def mean(self) -> GlobalMean:
+        if self._mean is None:
+            self._mean = GlobalMean(self.models, self.sampler, reduction=self._reduction)
+        return self._mean
+
+    def wrap(self, model: nn.Module) -> Any:
+        return DistributedDataParallel(model)
+
+    def prepare(self, *models: nn.Module) -> list[Any]:
+        self.models += [self.wrap(model) for model in models]
+        return self.models[-len(models) :]
+
+    def optimizer(self, optimizer: Any) -> Any:
+        return optimizer
+
+    def loader(self, **options: Any) -> Any:
+        data = options.get("dataset", dataset())
+        if sampler := options.get("sampler"):
+            return DataLoader(data, batch_size=options["batch_size"] // 2, sampler=sampler)
+        last, plan = options.get("drop_last", False), [self.parts * n for n in self._plan]
+        self.sampler = UnevenBatchSampler(data, plan, accumulate=self.parts, drop_last=last)
+        return DataLoader(data, batch_sampler=self.sampler)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.mean.backward(loss)
+
+    def ended(self) -> None:
+        self.mean.end_step()
+
+    def micro_batch(self, model: Any, number: int) -> AbstractContextManager[Any]:
+        return nullcontext() if number % self.parts == 0 else self.no_sync(model)
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         return model.no_sync()  # type: ignore[no-any-return]
 
-    def inner(self, model: Any) -> Any:
-        return model.module
-
-    def loader(self, data: DataLoader[Any]) -> Any:
-        """The loader as the trainer hands it out: a plain loop has it as it is."""
-        return data
+    def clip(self, model: Any, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-class Sharded(Kit):
-    def prepare(self, *models: nn.Module, **options: Any) -> list[Any]:
-        prepared = [fsdp_model(model) for model in models]
-        self.hooks = [weighted_hook(model, **options) for model in prepared]
-        return prepared
+class Sharded(Plain):
+    """The same on FSDP2."""
 
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+    def wrap(self, model: nn.Module) -> Any:
+        return fsdp_model(model)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
-        return nullcontext()
-
-    def inner(self, model: Any) -> Any:
-        return model
+        yield
+        model.set_requires_gradient_sync(True)
 
 
-class Accelerated(Kit):
-    def prepare(self, *models: nn.Module, **options: Any) -> list[Any]:
+class Accelerated:
+    """A script for Accelerate; parts: gradient_accumulation_steps."""
+
+    def __init__(self, parts: int = 1, **options: Any) -> None:
         from accelerate.state import AcceleratorState, GradientState
 
         from pyps.torch.accelerate import UnevenAccelerator
 
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        options.setdefault("plan", None)
-        self.accelerator = UnevenAccelerator(cpu=True, **options)
-        prepared = [self.accelerator.prepare(model) for model in models]
-        self.hooks = self.accelerator.run.hooks
-        return prepared
+        options = {"plan": [parts * n for n in SPLIT], "rebalance": False, **options}
+        self.parts = parts
+        self.accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=parts, **options)
+        self.run = self.accelerator.run
+        self.backward = self.accelerator.backward
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        self.accelerator.backward(loss, **options)
+    @property
+    def sampler(self) -> Any:
+        return self.run.sampler
+
+    @property
+    def mean(self) -> Any:
+        return self.run.mean
+
+    def ended(self) -> None:
+        """The optimizer has told."""
+
+    def prepare(self, *models: nn.Module) -> list[Any]:
+        return [self.accelerator.prepare(model) for model in models]
+
+    def optimizer(self, optimizer: Any) -> Any:
+        return self.accelerator.prepare(optimizer)
+
+    def loader(self, **options: Any) -> Any:
+        options = {"batch_size": sum(SPLIT), "shuffle": True, **options}
+        return self.accelerator.prepare(DataLoader(options.pop("dataset", dataset()), **options))
+
+    def micro_batch(self, model: Any, number: int) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self.accelerator.accumulate(model)
+        return found
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
+        found: AbstractContextManager[Any] = self.accelerator.no_sync(model)
+        return found
 
-    def loader(self, data: DataLoader[Any]) -> Any:
-        return self.accelerator.prepare(data)
+    def clip(self, model: Any, optimizer: Any) -> None:
+        self.accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
 
-class Fabric(Kit):
-    def prepare(self, *models: nn.Module, **options: Any) -> list[Any]:
+class Fabric:
+    """A script for Fabric."""
+
+    def __init__(self, parts: int = 1, **options: Any) -> None:
         import lightning
 
         from pyps.torch.lightning import UnevenFabricStrategy
 
-        strategy = UnevenFabricStrategy(process_group_backend="gloo", **options)
+        options = {"plan": [parts * n for n in SPLIT], "rebalance": False, **options}
+        self.parts = parts
+        strategy = UnevenFabricStrategy(process_group_backend="gloo", accumulate=parts, **options)
         self.fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
         self.fabric.launch()
-        prepared = [self.fabric.setup(model) for model in models]
-        self.hooks = strategy.run.hooks
-        return prepared
+        self.run, self.backward = strategy.run, self.fabric.backward
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        self.fabric.backward(loss, **options)
+    sampler, mean, ended = Accelerated.sampler, Accelerated.mean, Accelerated.ended
 
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        return self.fabric.no_backward_sync(model)  # type: ignore[no-any-return]
+    def prepare(self, *models: nn.Module) -> list[Any]:
+        return [self.fabric.setup(model) for model in models]
 
-    def inner(self, model: Any) -> Any:
-        return model.module
+    def optimizer(self, optimizer: Any) -> Any:
+        return self.fabric.setup_optimizers(optimizer)
 
-    def loader(self, data: DataLoader[Any]) -> Any:
-        return self.fabric.setup_dataloaders(data)
+    def loader(self, **options: Any) -> Any:
+        options = {"batch_size": sum(SPLIT) // 2, "shuffle": True, **options}
+        return self.fabric.setup_dataloaders(DataLoader(options.pop("dataset", dataset()), **options))
 
-
-class Case:
-    """A model, alone and under the trainer; the batch of all ranks and this rank's."""
-
-    def __init__(self, kit: Kit, model: type[nn.Module] = Model, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.kit, self.alone = kit, model()
-        (self.model,) = kit.prepare(copy.deepcopy(self.alone), **options)
-        self.inner = kit.inner(self.model)
-        self.whole, self.own = batches(0)
-
-    def same(self, loss: Callable[..., torch.Tensor]) -> float:
-        """loss(model, its own module, inputs, targets) -> the mean loss; the error of its gradient."""
-        loss(self.alone, self.alone, *self.whole).backward()  # type: ignore[no-untyped-call]
-        self.kit.backward(loss(self.model, self.inner, *self.own))
-        return self.error()
-
-    def error(self) -> float:
-        right = torch.cat([p.grad.flatten() for p in self.alone.parameters() if p.grad is not None])
-        found = whole_gradient(self.inner)
-        return float((found - right).norm() / right.norm())
-
-
-def batches(seed: int, split: list[int] = SPLIT) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The samples of all ranks, and this rank's."""
-    draws = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(sum(split), 6, generator=draws, dtype=torch.float64)
-    targets = torch.randn(sum(split), 3, generator=draws, dtype=torch.float64)
-    targets += torch.linspace(-2, 2, sum(split))[:, None]
-    rank = dist.get_rank()
-    own = slice(sum(split[:rank]), sum(split[: rank + 1]))
-    return [inputs, targets], [inputs[own], targets[own]]
-
-
-def plain(kit: Kit) -> float:
-    return Case(kit).same(lambda m, _, x, y: mse(m(x), y))
-
-
-def two_models(kit: Kit) -> float:
-    torch.manual_seed(0)
-    alone = [Model(), Model()]
-    models = kit.prepare(*copy.deepcopy(alone))
-    whole, own = batches(0)
-    for pair, (x, y), backward in ((alone, whole, torch.Tensor.backward), (models, own, kit.backward)):
-        backward(mse(pair[0](x) + 0.5 * pair[1](x), y))
-    right = torch.cat([p.grad.flatten() for m in alone for p in m.parameters() if p.grad is not None])
-    found = torch.cat([whole_gradient(kit.inner(model)) for model in models])
-    return float((found - right).norm() / right.norm())
-
-
-def gan(kit: Kit) -> float:
-    """The discriminator twice, then the generator through it."""
-    torch.manual_seed(0)
-    alone = [nn.Linear(6, 3).double(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()]
-    models = kit.prepare(*copy.deepcopy(alone))
-    whole, own = batches(0)
-    ends = []
-    for (g, d), (x, y), backward in ((alone, whole, torch.Tensor.backward), (models, own, kit.backward)):
-        fake = g(x)
-        backward(d(y).square().mean() + (d(fake.detach()) - 1).square().mean())
-        first = [p.grad.clone() for p in d.parameters() if p.grad is not None]
-        d.zero_grad()
-        backward(d(fake).square().mean())
-        grads = [p.grad for p in g.parameters() if p.grad is not None]
-        ends.append(torch.cat([getattr(t, "full_tensor", lambda t=t: t)().flatten() for t in first + grads]))
-    return float((ends[1] - ends[0]).norm() / ends[0].norm())
-
-
-def bypassing(kit: Kit) -> float:
-    case = Case(kit)
-    if isinstance(kit, Sharded):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(case.model, "encode")
-    return case.same(lambda _, inner, x, y: mse(inner.encode(x), y))
-
-
-def a_part_besides(kit: Kit) -> float:
-    """The model, and a part of it for other samples."""
-    return Case(kit).same(lambda m, i, x, y: mse(m(x), y) + i.layers[0](x[:2]).mean())
-
-
-def auxiliary(kit: Kit) -> float:
-    """A mixture of experts' balance, say, from the module's attribute."""
-
-    def loss(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return mse(model(x), y) + inner.balance
-
-    return Case(kit).same(loss)
-
-
-def features(kit: Kit) -> float:
-    """From a forward hook."""
-    case, kept = Case(kit), {}
-    for model in (case.alone, case.inner):
-        model.layers[0].register_forward_hook(lambda layer, _, found: kept.__setitem__(id(layer), found))
-    return case.same(lambda m, i, x, y: mse(m(x), y) + kept[id(i.layers[0])].pow(4).mean())
-
-
-class Found:
-    def __init__(self, scores: torch.Tensor) -> None:
-        self.scores = scores
-
-
-class Unusual(Model):
-    def forward(self, x: torch.Tensor) -> Any:
-        return Found(super().forward(x))
-
-
-def unusual_output(kit: Kit) -> float:
-    return Case(kit, Unusual).same(lambda m, _, x, y: mse(m(x).scores, y))
-
-
-def eval_between(kit: Kit) -> float:
-    case = Case(kit)
-
-    def loss(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found = mse(model(x), y)
-        model.eval()
-        model(x[:2])
-        model.train()
+    def micro_batch(self, model: Any, number: int) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = (
+            nullcontext() if number % self.parts == 0 else self.no_sync(model)
+        )
         return found
 
-    return case.same(loss)
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self.fabric.no_backward_sync(model)
+        return found
+
+    def clip(self, model: Any, optimizer: Any) -> None:
+        self.fabric.clip_gradients(model, optimizer, max_norm=0.1)
 
 
-def two_forwards(kit: Kit) -> float:
-    return Case(kit).same(lambda m, _, x, y: mse(m(x), y) + mse(m(x + 1), 2 * y))
+Kit = Callable[..., Any]  # one of these
 
 
-def unlike_forwards(kit: Kit) -> float:
-    return Case(kit).same(lambda m, _, x, y: mse(m(x), y) + m(x[:2]).square().mean())
+class Script:
+    """A model alone, and under the library with its optimizer and loader."""
+
+    def __init__(self, kit: Any, model: Callable[[], nn.Module] = Model, **loading: Any) -> None:
+        torch.manual_seed(0)
+        self.kit, self.alone = kit, model()
+        inner = copy.deepcopy(self.alone)
+        (self.model,) = kit.prepare(inner)
+        self.inner: Any = inner
+        self.optimizer = kit.optimizer(torch.optim.SGD(inner.parameters(), lr=0.01))
+        self.loader = kit.loader(**loading)
+        self.worst = 0.0
+
+    def rounds(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Each round's micro-batches, and the samples of all ranks."""
+        batches: list[Any] = []
+        for number, batch in enumerate(self.loader, 1):
+            batches.append(batch)
+            if number % self.kit.parts == 0:
+                yield batches, whole(batches)
+                batches = []
+
+    def step(self) -> None:
+        """The end of a round."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.kit.ended()
+
+    def follow(self) -> None:
+        """The model alone gets the parameters of the trained one."""
+        follow(self.alone, self.inner)
+
+    def compare(self, loss: Loss, samples: list[torch.Tensor]) -> None:
+        self.follow()
+        loss(self.alone, self.alone, *samples).backward()  # type: ignore[no-untyped-call]
+        self.worst = max(self.worst, error_of([self.inner], [self.alone]))
 
 
-def own_accumulation(kit: Kit) -> float:
-    case = Case(kit)
-    case.whole, case.own = batches(0, [8, 4])
-    mse(case.alone(case.whole[0]), case.whole[1]).backward()  # type: ignore[no-untyped-call]
-    half = len(case.own[0]) // 2
-    for number, part in enumerate((slice(half), slice(half, None))):
-        with kit.no_sync(case.model) if number == 0 else nullcontext():
-            kit.backward(mse(case.model(case.own[0][part]), case.own[1][part]) / 2)
-    return case.error()
+def follow(alone: nn.Module, trained: nn.Module) -> None:
+    """Parameters go over, whole ones from shards; gradients are zeroed."""
+    for mine, other in zip(alone.parameters(), trained.parameters(), strict=True):
+        mine.data.copy_(getattr(other, "full_tensor", lambda other=other: other)().detach())
+    alone.zero_grad()
 
 
-def unlike_accumulation(kit: Kit) -> float:
-    case = Case(kit)
-    for number, part in enumerate((slice(1), slice(1, None))):
-        with kit.no_sync(case.model) if number == 0 else nullcontext():
-            kit.backward(mse(case.model(case.own[0][part]), case.own[1][part]) / 2)
-    return 1.0
+def whole(batches: list[Any]) -> list[torch.Tensor]:
+    """The samples of these micro-batches, of all ranks."""
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, [list(batch) for batch in batches])
+    return [torch.cat(one) for one in zip(*(batch for own in every for batch in own), strict=True)]
 
 
-def accumulated(kit: Kit) -> float:
-    """By the trainer's own means."""
-    if isinstance(kit, Accelerated):
-        case = Case(kit, gradient_accumulation_steps=3)
-        rounds = [x.tensor_split(3) for x in case.own]
-        for x, y in zip(*rounds, strict=True):
-            with kit.accelerator.accumulate(case.model):
-                kit.backward(mse(case.model(x), y))
-    elif isinstance(kit, Fabric):
-        case = Case(kit, accumulate=3)
-        for number, (x, y) in enumerate(zip(*(x.tensor_split(3) for x in case.own), strict=True)):
-            with kit.no_sync(case.model) if number < 2 else nullcontext():
-                kit.backward(mse(case.model(x), y))
-    else:
-        case = Case(kit)
-        for x, y in kit.hooks[0].accumulate(case.own, 3):
-            kit.backward(mse(case.model(x), y))
-    mse(case.alone(case.whole[0]), case.whole[1]).backward()  # type: ignore[no-untyped-call]
-    return case.error()
+def error_of(found: list[Any], right: list[Any]) -> float:
+    ends = [torch.cat([whole_gradient(model) for model in models]) for models in (found, right)]
+    return float((ends[0] - ends[1]).norm() / ends[1].norm())
 
 
-def not_zeroed(kit: Kit) -> float:
-    """Micro-batches on top of an earlier round's gradients."""
-    case = Case(kit)
+def trained(
+    kit: Kit, loss: Loss, parts: int = 1, model: Callable[[], nn.Module] = Model, **options: Any
+) -> float:
+    """Two epochs of a usual loop."""
+    script = Script(kit(parts, **options), model)
     for _ in range(2):
-        for x, y in kit.hooks[0].accumulate(case.own, 2):
-            kit.backward(mse(case.model(x), y))
-    return 1.0
+        batches: list[Any] = []
+        for number, batch in enumerate(script.loader, 1):
+            batches.append(batch)
+            with script.kit.micro_batch(script.model, number):
+                script.kit.backward(loss(script.model, script.inner, *batch))
+                if number % parts == 0:
+                    script.compare(loss, whole(batches))
+                    script.step()
+                    batches = []
+    return script.worst
 
 
-def several_syncs(kit: Kit) -> float:
-    case = Case(kit)
-    for seed in range(3):
-        whole, own = batches(seed, SPLIT[:: 1 - 2 * (seed % 2)])
-        mse(case.alone(whole[0]), whole[1]).backward()  # type: ignore[no-untyped-call]
-        kit.backward(mse(case.model(own[0]), own[1]))
-    return case.error()
+def plain(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y)
 
 
-def sums_several_syncs(kit: Kit) -> float:
-    case = Case(kit, reduction="sum")
-    for _ in range(3):
-        kit.backward(mse(case.model(case.own[0]), case.own[1], reduction="sum"))
-    return 1.0
+def classes_of(y: torch.Tensor) -> torch.Tensor:
+    """A class for each sample; most are ignored, so a rank may have none."""
+    return torch.where(y[:, 0] > -0.8, IGNORED, (y[:, 1] > 0).long())
 
 
-def summed(kit: Kit) -> float:
-    case = Case(kit, reduction="sum")
-    (mse(case.alone(case.whole[0]), case.whole[1], reduction="sum") / sum(SPLIT)).backward()  # type: ignore[no-untyped-call]
-    kit.backward(mse(case.model(case.own[0]), case.own[1], reduction="sum"))
-    return case.error()
+def by_classes(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(x), classes_of(y), weight=weight)
 
 
-def joined(kit: Kit) -> float:
-    case, rank = Case(kit), dist.get_rank()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (case.alone, case.model)]
-    splits = [[5, 3], [6, 2], [4, 0], [3, 0]]
-    ddp = getattr(case.model, "_forward_module", case.model)
-    with Join([ddp]):
-        for seed, split in enumerate(splits):
-            if split[rank]:
-                optimizers[1].zero_grad()
-                x, y = batches(seed, split)[1]
-                kit.backward(mse(case.model(x), y))
-                optimizers[1].step()
-    for seed, split in enumerate(splits):
-        optimizers[0].zero_grad()
-        x, y = batches(seed, split)[0]
-        mse(case.alone(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizers[0].step()
-    found, right = (
-        torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (case.model, case.alone)
-    )
-    return float((found - right).norm() / right.norm())
+def masked(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = y[:, 0] > -1.5
+    return (model(x)[kept] - y[kept]).square().sum() / (3 * int(kept.sum()))
+
+
+def two_terms(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return plain(model, inner, x, y) + by_classes(model, inner, x, y)
+
+
+def summed(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y, reduction="sum")
+
+
+def penalized(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = torch.stack([p.square().sum() for p in inner.parameters()]).sum()
+    return mse(model(x), y) + 0.1 * weights
+
+
+def gradient_penalty(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    inputs = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return mse(model(x), y) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def balanced(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mixture of experts' balance, say, from the module's attribute."""
+    return mse(model(x), y) + inner.balance
+
+
+def eval_between(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    found = mse(model(x), y)
+    model.eval()
+    model(x[:1])
+    model.train()
+    return found
+
+
+def two_forwards(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse(model(x), y) + mse(model(x + 1), 2 * y)
 
 
 class Tied(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.layers[2].weight = nn.Parameter(self.layers[2].weight[:, :6].clone())
-        self.layers[0].weight = self.layers[2].weight
-        self.layers[0].bias = nn.Parameter(self.layers[2].bias.detach().clone())
+        self.layers[2] = nn.Linear(16, 6).double()
+        self.layers[2].weight = nn.Parameter(self.layers[0].weight.T.clone().contiguous())
+        self.layers[0] = nn.Linear(6, 16).double()
+        self.again = self.layers[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[2](torch.tanh(torch.cat([self.layers[0](x)] * 2, 1)))  # type: ignore[no-any-return]
-
-
-def tied(kit: Kit) -> float:
-    return Case(kit, Tied).same(lambda m, _, x, y: mse(m(x), y))
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.again(self.layers[2](torch.tanh(self.layers[0](x))))[:, :3]
 
 
-def penalty(kit: Kit) -> float:
-    """Of the parameters themselves, the same on all ranks."""
+class Normed(Model):
+    """With batch normalization: over all ranks' samples where it is `across`."""
 
-    def loss(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found = mse(model(x), y)
-        if isinstance(kit, Sharded):
-            return found + 0.1 * inner.layers[0](x).square().mean()
-        return found + 0.1 * torch.stack([p.square().sum() for p in inner.parameters()]).sum()
+    across = False
 
-    return Case(kit).same(loss)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.BatchNorm1d(16).double()
+        if self.across:
+            self.norm = UnevenSyncBatchNorm.convert(self.norm)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[2](torch.tanh(self.norm(self.layers[0](x))))
+
+
+class Across(Normed):
+    across = True
+
+
+def sync_norm(kit: Kit) -> float:
+    script = Script(kit(), Across)
+    right = Normed()
+    right.load_state_dict(script.alone.state_dict())
+    script.alone = right
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        script.step()
+    return script.worst
+
+
+def clipped(kit: Kit) -> float:
+    script = Script(kit())
+    for batches, samples in script.rounds():
+        script.optimizer.zero_grad()
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.kit.clip(script.model, script.optimizer)
+        script.alone.zero_grad()
+        plain(script.alone, None, *samples).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(script.alone.parameters(), 0.1)
+        script.worst = max(script.worst, error_of([script.inner], [script.alone]))
+    return script.worst
+
+
+def own_accumulation(kit: Kit, divided: int = 1) -> float:
+    """By the script, of each batch's two halves."""
+    script = Script(kit())
+    for (batch,), samples in script.rounds():
+        for k, part in enumerate(zip(*(values.tensor_split(2) for values in batch), strict=True)):
+            with script.kit.no_sync(script.model) if k == 0 else nullcontext():
+                script.kit.backward(plain(script.model, None, *part) / divided)
+        script.compare(plain, samples)
+        script.step()
+    return script.worst
+
+
+def two_models(kit: Kit) -> float:
+    made, worst = kit(), 0.0
+    torch.manual_seed(0)
+    alone: list[nn.Module] = [Model(), Model()]
+    inner: list[Any] = copy.deepcopy(alone)
+    models = made.prepare(*inner)
+    optimizer = made.optimizer(torch.optim.SGD([p for m in inner for p in m.parameters()], lr=0.01))
+    for batch in made.loader():
+        for pair, (x, y), backward in (
+            (alone, whole([batch]), torch.Tensor.backward),
+            (models, batch, made.backward),
+        ):
+            backward(mse(pair[0](x) + 0.5 * pair[1](x), y))
+        worst = max(worst, error_of(inner, alone))
+        optimizer.step()
+        optimizer.zero_grad()
+        made.ended()
+        for mine, other in zip(alone, inner, strict=True):
+            follow(mine, other)
+    return worst
+
+
+def gan(kit: Kit) -> float:
+    """A discriminator's step, then the generator's through it: two models and optimizers on one loader."""
+    made, worst = kit(), 0.0
+    torch.manual_seed(0)
+    alone: list[Any] = [
+        nn.Linear(6, 3).double(),
+        nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
+    ]
+    inner: list[Any] = copy.deepcopy(alone)
+    models = made.prepare(*inner)
+    optimizers = [made.optimizer(torch.optim.SGD(m.parameters(), lr=0.01)) for m in reversed(inner)]
+    loader = made.loader()
+    for _ in range(2):
+        for batch in loader:
+            samples, ends = whole([batch]), []
+            for (g, d), (x, y), backward in (
+                (alone, samples, torch.Tensor.backward),
+                (models, batch, made.backward),
+            ):
+                fake = g(x)
+                backward(d(y).square().mean() + (d(fake.detach()) - 1).square().mean())
+                ends.append(whole_gradient(d if d in alone else inner[1]).clone())
+                d.zero_grad()
+                backward(d(fake).square().mean())
+            worst = max(worst, float((ends[1] - ends[0]).norm() / ends[0].norm()))
+            worst = max(worst, error_of(inner[:1], alone[:1]))
+            for one in optimizers:
+                one.step()
+            made.ended()
+            for mine, other in zip(alone, inner, strict=True):
+                follow(mine, other)
+                other.zero_grad()
+    return worst
+
+
+def closures(kit: Kit) -> float:
+    """A loss that is computed twice a step, as of SAM: each round counts once."""
+    script, rounds = Script(kit()), 0
+    for batches, samples in script.rounds():
+        for _ in range(2):
+            script.optimizer.zero_grad()
+            script.kit.backward(plain(script.model, None, *batches[0]))
+            script.compare(plain, samples)
+        script.step()
+        rounds += 1
+    trained = script.kit.sampler.state_dict()
+    return script.worst if rounds == len(script.loader) and trained["position"] in (0, SAMPLES) else 1.0
+
+
+def past(kit: Kit) -> float:
+    """loss.backward() in place of the library's."""
+    script = Script(kit())
+    for batches, _ in script.rounds():
+        plain(script.model, None, *batches[0]).backward()  # type: ignore[no-untyped-call]
+    return 1.0
+
+
+def unfrozen(kit: Kit) -> float:
+    """A layer that trains from the second step on."""
+
+    class Frozen(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            for parameter in self.layers[0].parameters():
+                parameter.requires_grad = False
+
+    script = Script(kit(), Frozen)
+    for batches, samples in script.rounds():
+        script.optimizer.zero_grad()
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        for model in (script.inner, script.alone):
+            for parameter in model.layers[0].parameters():
+                parameter.requires_grad = True
+    return script.worst
+
+
+def sampler_of_its_own(kit: Kit, plan: Any = None) -> float:
+    weights = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, 24)
+    script = Script(kit(plan=plan), batch_size=12, shuffle=None, sampler=weights)
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.compare(plain, samples)
+        script.step()
+    return script.worst
+
+
+def second_loader(kit: Kit) -> float:
+    script = Script(kit())
+    script.kit.loader(shuffle=None, sampler=RandomSampler(dataset()))
+    return 1.0
+
+
+def no_rounds(kit: Kit) -> float:
+    """Fewer samples than a global batch, without the last round: it would train nothing."""
+    script = Script(kit(), dataset=dataset(10), drop_last=True)
+    return float(len(list(script.loader)))
+
+
+def sampler_of_samples(kit: Kit) -> float:
+    script = Script(kit(), batch_size=12, shuffle=None, sampler=UnevenBatchSampler(SAMPLES, SPLIT))
+    return float(len(list(script.loader)))
+
+
+def joined(kit: Kit) -> float:
+    script = Script(kit())
+    with Join([getattr(script.model, "_forward_module", script.model)]):
+        for batches, _ in script.rounds():
+            script.kit.backward(plain(script.model, None, *batches[0]))
+    return 1.0
+
+
+def checked(kit: Kit) -> float:
+    """By check_gradient, of a model that a loop trains."""
+    script = Script(kit())
+    for batches, _ in script.rounds():
+        found = check_gradient(script.model, lambda m, x, y: mse(m(x), y), batches[0])
+        script.worst = max(script.worst, found.error)
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.step()
+    return script.worst
 
 
 def checkpointed(kit: Kit) -> float:
-    """Activation checkpointing, reentrant."""
+    """Activation checkpointing."""
 
     class Checkpointed(Model):
         def forward(self, x: torch.Tensor) -> Any:
             from torch.utils.checkpoint import checkpoint
 
-            self.balance = x.new_zeros(())
-            return checkpoint(self.layers, x.clone().requires_grad_(), use_reentrant=True)
+            return checkpoint(self.layers, x, use_reentrant=False)
 
-    return Case(kit, Checkpointed).same(lambda m, _, x, y: mse(m(x), y))
-
-
-def retained(kit: Kit) -> float:
-    """backward() twice through one graph."""
-    case = Case(kit)
-    (2 * mse(case.alone(case.whole[0]), case.whole[1])).backward()  # type: ignore[no-untyped-call]
-    loss = mse(case.model(case.own[0]), case.own[1])
-    kit.backward(loss, retain_graph=True)
-    kit.backward(loss)
-    return case.error()
-
-
-class Single(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.float()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x.float())
-
-
-def autocast(kit: Kit) -> float:
-    """Against one process in float32: bfloat16's roundings remain."""
-
-    def loss(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return mse(model(x).double(), y)
-
-    return Case(kit, Single).same(loss)
-
-
-def clipped(kit: Kit) -> float:
-    case = Case(kit)
-    mse(case.alone(case.whole[0]), case.whole[1]).backward()  # type: ignore[no-untyped-call]
-    kit.backward(mse(case.model(case.own[0]), case.own[1]))
-    for model in (case.alone, case.inner):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return case.error()
-
-
-class Normed(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[2](torch.tanh(self.norm(self.layers[0](x))))  # type: ignore[no-any-return]
-
-
-def sync_norm(kit: Kit) -> float:
-    class Converted(Normed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = UnevenSyncBatchNorm.convert(self.norm)  # type: ignore[assignment]
-
-    case = Case(kit, Converted)
-    right = Normed()
-    right.load_state_dict(case.alone.state_dict())
-    case.alone = right
-    return case.same(lambda m, _, x, y: mse(m(x), y))
+    return trained(kit, plain, model=Checkpointed)
 
 
 def compiled(kit: Kit) -> float:
-    case = Case(kit)
-    run = torch.compile(case.model, backend="aot_eager")
-    mse(case.alone(case.whole[0]), case.whole[1]).backward()  # type: ignore[no-untyped-call]
-    kit.backward(mse(run(case.own[0]), case.own[1]))
-    return case.error()
+    script = Script(kit())
+    run = torch.compile(script.model, backend="aot_eager")
+    for batches, samples in script.rounds():
+        script.kit.backward(plain(run, None, *batches[0]))
+        script.compare(plain, samples)
+        script.step()
+    return script.worst
 
 
-def from_loader(kit: Kit, loader: DataLoader[Any], **options: Any) -> float:
-    """The worst gradient of an epoch of its batches."""
-    case = Case(kit, **options)
-    prepared, worst = kit.loader(loader), 0.0
-    for x, y in prepared:
-        every: list[Any] = [None, None]
-        dist.all_gather_object(every, [x, y])
-        case.alone.zero_grad()
-        case.model.zero_grad()
-        mse(case.alone(torch.cat([e[0] for e in every])), torch.cat([e[1] for e in every])).backward()  # type: ignore[no-untyped-call]
-        kit.backward(mse(case.model(x), y))
-        worst = max(worst, case.error())
-    return worst
+def recipe(kit: Kit, ranks: int = 2) -> float:
+    """Accelerate's, for a mean over tokens: sums over a gathered count. ranks: what it multiplies by."""
+    script = Script(kit(2))
+    accelerator = script.kit.accelerator
+    for batches, samples in script.rounds():
+        own = torch.stack([(classes_of(y) != IGNORED).sum() for _, y in batches]).sum()
+        count = accelerator.gather(own).sum().item()
+        for k, (x, y) in enumerate(batches):
+            with script.model.no_sync() if k == 0 else nullcontext():
+                loss = nn.functional.cross_entropy(script.model(x), classes_of(y), reduction="sum")
+                accelerator.backward(loss * 2 * ranks / count)
+        script.compare(lambda m, _, x, y: nn.functional.cross_entropy(m(x), classes_of(y)), samples)
+        script.step()
+    return script.worst
 
 
-def dataset(samples: int = 30) -> TensorDataset:
-    return TensorDataset(*batches(1, [samples, 0])[0])
+def without_models(kit: Kit) -> float:
+    """accumulate() without a model: each micro-batch is reduced, and is a mean by itself."""
+    script = Script(kit(2))
+    for batch in script.loader:
+        (plain(script.alone, None, *whole([batch])) / 2).backward()  # type: ignore[no-untyped-call]
+        with script.kit.accelerator.accumulate():
+            script.kit.backward(plain(script.model, None, *batch))
+            if script.kit.accelerator.sync_gradients:
+                script.worst = max(script.worst, error_of([script.inner], [script.alone]))
+            script.step()
+        if script.kit.accelerator.sync_gradients:
+            script.follow()
+    return script.worst
 
 
-def shuffled_loader(kit: Kit) -> float:
-    return from_loader(
-        kit,
-        DataLoader(dataset(), batch_size=12, shuffle=True),
-        plan=SPLIT if isinstance(kit, Accelerated) else [16, 8],
-    )
-
-
-def custom_sampler(kit: Kit) -> float:
-    weights = torch.utils.data.WeightedRandomSampler([1.0] * 30, 24)
-    return from_loader(kit, DataLoader(dataset(), batch_size=12, sampler=weights))
-
-
-def custom_batches(kit: Kit) -> float:
-    """Batches of unlike lengths by a sampler of the script's own."""
-
-    class Drawn:
-        def __iter__(self) -> Any:
-            yield from ([0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10])
-
-        def __len__(self) -> int:
-            return 4
-
-    return from_loader(kit, DataLoader(dataset(), batch_sampler=Drawn()))  # type: ignore[arg-type]
-
-
-def custom_batches_and_plan(kit: Kit) -> float:
-    weights = torch.utils.data.WeightedRandomSampler([1.0] * 30, 24)
-    return from_loader(kit, DataLoader(dataset(), batch_size=12, sampler=weights), plan=SPLIT)
-
-
-def second_loader(kit: Kit) -> float:
-    Case(kit)
-    for _ in range(2):
-        kit.loader(DataLoader(dataset(), batch_size=12, sampler=RandomSampler(dataset())))
-    return 1.0
-
-
-def loader_each_epoch(kit: Kit) -> float:
-    case = Case(kit, plan=SPLIT)
-    for _ in range(2):
-        loader = kit.loader(DataLoader(dataset(), batch_size=sum(SPLIT), shuffle=True))
+def skips_all(kit: Kit) -> float:
+    """skip_first_batches() of a whole epoch: it is empty, and the next ones are whole."""
+    script, found = Script(kit()), []
+    for epoch in range(3):
+        loader = script.loader
+        if epoch == 0:
+            loader = script.kit.accelerator.skip_first_batches(loader, len(loader))
+        found.append(0)
         for x, y in loader:
-            case.model.zero_grad()
-            kit.backward(mse(case.model(x), y))
-    return 1.0
+            script.kit.backward(plain(script.model, None, x, y))
+            script.step()
+            found[-1] += 1
+    return 0.0 if found == [0, 3, 3] else 1.0
 
 
-def sampler_of_samples(kit: Kit) -> float:
-    batches = UnevenBatchSampler(30, SPLIT)
-    loader: Any = DataLoader(dataset(), batch_size=12, sampler=batches)  # type: ignore[arg-type]
-    return from_loader(kit, loader)
+def late_scheduler(kit: Kit) -> float:
+    """A scheduler that is made of the prepared optimizer."""
+    script = Script(kit())
+    schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 1, gamma=0.5)
+    for batches, _ in script.rounds():
+        script.kit.backward(plain(script.model, None, *batches[0]))
+        script.optimizer.step()
+        schedule.step()
+        script.optimizer.zero_grad()
+    return float(script.optimizer.param_groups[0]["lr"] != 0.01 * 0.5**3)
 
 
-def unlike_norm_passes(kit: Kit) -> float:
-    """UnevenSyncBatchNorm waits for all ranks in each micro-batch."""
-    model = nn.Sequential(Model(), UnevenSyncBatchNorm(3)).double()
-    (prepared,) = kit.prepare(model)
-    for x, y in kit.hooks[0].accumulate(batches(1, [8, 4])[0], [2, 1]):
-        kit.backward(mse(prepared(x), y))
-    return 1.0
-
-
-def counted_targets(kit: Kit) -> float:
-    """Ragged texts through Hugging Face's GPT-2, whose loss shifts the labels; the loss is in float32."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    draws = torch.Generator().manual_seed(3)
-    words = torch.randint(20, (sum(SPLIT), 8), generator=draws)
-    labels = words.clone()
-    for row in range(len(labels)):
-        labels[row, 2 + row % 6 :] = -100
-    torch.manual_seed(0)
-    alone = GPT2LMHeadModel(config)
-    (model,) = kit.prepare(copy.deepcopy(alone), count=count_targets)
-    own = slice(0, SPLIT[0]) if dist.get_rank() == 0 else slice(SPLIT[0], None)
-    alone(input_ids=words, labels=labels).loss.backward()
-    kit.backward(model(input_ids=words[own], labels=labels[own]).loss)
-    right = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
-    found = whole_gradient(kit.inner(model))
-    return float((found - right).norm() / right.norm())
-
-
-def checked(kit: Kit) -> float:
-    case = Case(kit)
-    ddp = getattr(case.model, "_forward_module", case.model)
-    return check_gradient(ddp, lambda m, x, y: mse(m(x), y), case.own).error
-
-
-COMMON = {
-    "plain loop": plain,
+COMMON: dict[str, Callable[[Kit], float]] = {
+    "plain loop": partial(trained, loss=plain),
+    "micro-batches": partial(trained, loss=plain, parts=3),
+    "class weights, ignore_index, a rank without targets": partial(trained, loss=by_classes),
+    "the same, micro-batches": partial(trained, loss=by_classes, parts=2),
+    "a mask": partial(trained, loss=masked),
+    "two terms of unlike divisors": partial(trained, loss=two_terms),
+    "two terms of unlike divisors, micro-batches": partial(trained, loss=two_terms, parts=2),
+    "a loss that is a sum": partial(trained, loss=summed),
+    "a penalty on weights": partial(trained, loss=penalized),
+    "a gradient penalty": partial(trained, loss=gradient_penalty),
+    "an auxiliary loss (MoE)": partial(trained, loss=balanced),
+    "eval() in between": partial(trained, loss=eval_between),
+    "two forwards, one loss": partial(trained, loss=two_forwards),
+    "a bypassing forward": partial(trained, loss=lambda _, inner, x, y: mse(inner.encode(x), y)),
+    "tied weights": partial(trained, loss=plain, model=Tied),
     "two models": two_models,
     "GAN, two optimizers": gan,
-    "a bypassing forward": bypassing,
-    "a part for other samples": a_part_besides,
-    "an auxiliary loss (MoE)": auxiliary,
-    "features by a hook": features,
-    "an output of its own class": unusual_output,
-    "eval() in between": eval_between,
-    "two forwards, one loss": two_forwards,
-    "two forwards, unlike batches": unlike_forwards,
-    "micro-batches": accumulated,
+    "closures, two losses a step": closures,
     "own accumulation": own_accumulation,
-    "own accumulation, unlike": unlike_accumulation,
-    "no zero_grad()": not_zeroed,
-    "several backward() a step": several_syncs,
-    "a sum, several backward()": sums_several_syncs,
-    "a loss that is a sum": summed,
-    "tied weights": tied,
-    "a penalty on weights": penalty,
-    "activation checkpoints": checkpointed,
-    "backward() twice": retained,
-    "autocast": autocast,
+    "own accumulation, divided": partial(own_accumulation, divided=2),
     "clipping": clipped,
     "UnevenSyncBatchNorm": sync_norm,
-    "the same, unlike micro-batches": unlike_norm_passes,
     "torch.compile": compiled,
-    "targets, by count_targets": counted_targets,
+    "activation checkpoints": checkpointed,
     "check_gradient": checked,
+    "layers unfrozen later": unfrozen,
+    "loss.backward()": past,
+    "an epoch of no rounds": no_rounds,
 }
-JOIN = {"Join": joined}
-BATCHES = {"batches as sampler=": sampler_of_samples}
-LOADERS = {
-    "shuffled loader": shuffled_loader,
-    "a sampler of its own": custom_sampler,
-    "batches of its own": custom_batches,
-    "a plan nothing uses": custom_batches_and_plan,
+OF_DDP: dict[str, Callable[[Kit], float]] = {"Join": joined, "batches as sampler=": sampler_of_samples}
+OF_LIBRARIES: dict[str, Callable[[Kit], float]] = {
+    "a sampler of its own": sampler_of_its_own,
+    "a plan nothing uses": partial(sampler_of_its_own, plan=SPLIT),
     "a second shuffled loader": second_loader,
-    "a new loader each epoch": loader_each_epoch,
 }
-KITS: dict[str, tuple[Callable[[], Kit], dict[str, Any]]] = {
-    "DDP": (Kit, COMMON | JOIN | BATCHES),
+OF_ACCELERATE: dict[str, Callable[[Kit], float]] = {
+    "tokens by a gathered count": recipe,
+    "the same, not times the ranks": partial(recipe, ranks=1),
+    "accumulate() without a model": without_models,
+    "skip_first_batches() of all": skips_all,
+    "a scheduler made after prepare()": late_scheduler,
+}
+KITS: dict[str, tuple[Kit, dict[str, Callable[[Kit], float]]]] = {
+    "DDP": (Plain, COMMON | OF_DDP),
     "FSDP2": (Sharded, COMMON),
-    "Accelerate": (Accelerated, COMMON | JOIN | BATCHES | LOADERS),
-    "Fabric": (Fabric, COMMON | JOIN | LOADERS),
+    "Accelerate": (Accelerated, COMMON | OF_DDP | OF_LIBRARIES | OF_ACCELERATE),
+    "Fabric": (Fabric, COMMON | OF_LIBRARIES),
 }
 
 
@@ -620,26 +678,20 @@ def outcome(feature: Callable[[Any], float], kit: Any) -> float | str:
         return " ".join(str(error).split())
 
 
-def features_of(trainer: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """What makes its kit, and all features that are tried."""
-    if trainer in KITS:
-        from trainer_cells_of_models import OF_MODELS, OF_NO_SYNC
-
-        make, features = KITS[trainer]
-        return make, features | OF_MODELS | ({} if trainer == "FSDP2" else OF_NO_SYNC)
-    from trainer_cells_of_loops import LOOPS
-
-    return lambda: None, LOOPS[trainer]
-
-
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     trainer, wanted = os.environ["TRAINER"], os.environ.get("FEATURES")
     if trainer in ("DDP", "FSDP2"):
         dist.init_process_group("gloo")
-    make, features = features_of(trainer)
-    found = {name: outcome(features[name], make()) for name in (wanted.split("|") if wanted else features)}
+    kit: Any = None
+    if trainer in KITS:
+        kit, features = KITS[trainer]
+    else:
+        from trainer_cells_of_loops import LOOPS
+
+        features = LOOPS[trainer]
+    found = {name: outcome(features[name], kit) for name in (wanted.split("|") if wanted else features)}
     every: list[Any] = [None, None]
     dist.all_gather_object(every, found)
     worst = {}
