@@ -36,7 +36,7 @@ from pyps.torch.norm import note_trained
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
-from pyps.torch.wrapped import Wrapped, wrapped_models
+from pyps.torch.wrapped import ARRIVED, Wrapped, wrapped_models
 from pyps.worker.terms import Number, Term, terms_of
 
 Call = Callable[[], Any]  # a backward pass
@@ -239,11 +239,12 @@ class GlobalMean:
         """Wait until all ranks make this call. Raises InputError on all where one makes another one."""
         self._agreement.exchange({"call": call}, [])
 
-    def _arrived(self, _: torch.Tensor) -> None:
+    def _arrived(self, parameter: torch.Tensor) -> None:
         """A parameter has its gradient of this rank."""
         if not _open:
             expected = "mean.backward(loss)"
             raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
+        setattr(parameter, ARRIVED, True)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the models."""
@@ -515,6 +516,9 @@ class GlobalMean:
             _open -= 1
             for handle in handles:
                 handle.remove()
+        if self.reduces:
+            for one in self.models:
+                one.check_reduced()
 
     # Micro-batches
 

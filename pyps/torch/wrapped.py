@@ -17,6 +17,7 @@ from pyps.torch.peers import is_divided, parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
+ARRIVED = "_pyps_arrived"  # whether a parameter got a gradient since this was asked last
 
 
 class Wrapped(ABC):
@@ -104,6 +105,9 @@ class Wrapped(ABC):
                 setattr(p, REDUCED, True)
                 p.register_post_accumulate_grad_hook(arrived)
 
+    def check_reduced(self) -> None:
+        """Raise InputError for gradients of a pass that the model has not reduced."""
+
     def install_wire(self, wire: str, scaler: Any) -> Any:
         """Send gradients in another type."""
         raise InputError("GlobalMean", "wire", repr(wire), "same")
@@ -120,6 +124,8 @@ class WrappedDDP(Wrapped):
         self._ddp: Any = ddp
         self._reduced = [p for p in self._parameters if p.requires_grad]
         self._is_divided = any(is_divided(p) for p in self._parameters)
+        if not getattr(ddp, "_lazy_init_ran", True):  # no forward pass yet
+            self._ddp.require_forward_param_sync = 1
 
     def reduced(self) -> list[torch.nn.Parameter]:
         return self._reduced
@@ -148,6 +154,18 @@ class WrappedDDP(Wrapped):
                 raise InputError(
                     "GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()"
                 )
+
+    def check_reduced(self) -> None:
+        arrived = [p for p in self._reduced if getattr(p, ARRIVED, False)]
+        for p in arrived:
+            setattr(p, ARRIVED, False)
+        if not arrived:
+            return
+        if self._ddp.require_forward_param_sync is not True:  # DDP's forward() sets it
+            found = "gradients that DistributedDataParallel did not reduce"
+            expected = "one backward pass for each forward pass of the model itself, not of its module's parts"
+            raise InputError("GlobalMean", "forward()", found, expected)
+        self._ddp.require_forward_param_sync = 1  # to DDP as good as True
 
     def install_wire(self, wire: str, scaler: Any) -> Any:
         from pyps.torch.wire import install_wire

@@ -1,8 +1,8 @@
-"""Ranks that try features under a trainer: the worst distance of a step's gradient from that of one process with
-all ranks' samples, or what refused it.
+"""Ranks that try features under a trainer: the worst distance of a step's gradient from that of one process
+with all ranks' samples, or what refused it.
 
-TRAINER names it; FEATURES the features, by default all. Prints JSON: {feature: error or message}. The loops here
-are the script's own; trainer_cells_of_loops has the trainers that own the loop.
+TRAINER names it; FEATURES the features, by default all. Prints JSON: {feature: error or message}. The loops
+here are the script's own; trainer_cells_of_loops has the trainers that own the loop.
 """
 
 from __future__ import annotations
@@ -466,6 +466,7 @@ def closures(kit: Kit) -> float:
 def past(kit: Kit) -> float:
     """loss.backward() in place of the library's."""
     script = Script(kit())
+    assert script.kit.mean is not None
     for batches, _ in script.rounds():
         plain(script.model, None, *batches[0]).backward()  # type: ignore[no-untyped-call]
     return 1.0
