@@ -53,7 +53,7 @@ class UnevenStep:
     ) -> None:
         self.sampler, self.mean, self.balance = sampler, mean, balance
         self.backward = mean.backward
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._has_stepped = model, optimizer, False
         with suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
             optimizer.register_step_pre_hook(self._check_caller)
 
@@ -76,9 +76,10 @@ class UnevenStep:
         if scaler is not None:
             scaler.update()
         self.balance.step()
+        self._has_stepped = True
 
     def _check_caller(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in _stepping or not self.mean.calls:
+        if optimizer in _stepping or not (self.mean.calls or self._has_stepped):
             return
         rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
         if any(float(rate) for rate in rates):  # torch.distributed.checkpoint makes a state with rates of 0

@@ -210,8 +210,8 @@ class Rounds(ABC):
     _last_round: tuple[int, int] | None = None
 
     def has_read(self) -> bool:
-        """Whether a loss of a loop's batches was computed since the last step."""
-        return self._candidate is not None
+        """Whether a loop that goes on has taken batches."""
+        return any(one.is_alive and one.taken for one in self._readers)
 
     def position_now(self) -> dict[str, Any]:
         """What ranks compare in each step: where the loop is whose batches are computed now."""

@@ -101,15 +101,16 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         reader = Reader(self.epoch, self.position)
-        self._begin_pass(index, 0 if worker is None else workers)
         if worker is None:
-            self._known_loops = int(self._numbers[PASSES])
             self._begin_reading(reader, loader_of_caller())
-        batches = self._batches(reader, index, workers)
+        batches = self._batches(reader, index, workers, worker is None)
         reader.loop = ref(batches)
         return batches
 
-    def _batches(self, reader: Reader, index: int, workers: int) -> Iterator[Any]:
+    def _batches(self, reader: Reader, index: int, workers: int, is_here: bool) -> Iterator[Any]:
+        self._begin_pass(index, 0 if is_here else workers)
+        if is_here:
+            self._known_loops = int(self._numbers[PASSES])
         item = 0
         for number, samples in enumerate(self._rounds()):
             self._adopt_changes(number)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyps.torch
 from pyps.solver import Line
-from pyps.torch import AdaptiveBatch, GradientNoise, Rebalancer, UnevenBatchSampler, weighted_hook
+from pyps.torch import AdaptiveBatch, GlobalMean, GradientNoise, Rebalancer, UnevenBatchSampler
 
 LENGTH, RATE = 600, 0.05
 
@@ -35,12 +35,12 @@ def trained(
     model = DistributedDataParallel(nn.Linear(6, 1).double(), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     sampler = UnevenBatchSampler(LENGTH, split, dist.get_rank(group))
-    hook = weighted_hook(model, sampler)
+    mean = GlobalMean(model, sampler)
     cost = costs[dist.get_rank(group)]
-    noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook, profile_of(cost))
+    noise, balance = GradientNoise(mean, 0.9), Rebalancer(sampler, mean, profile_of(cost))
     balance.timer = EmulatedTimer(cost)  # type: ignore[assignment]
     adaptive = AdaptiveBatch(noise, balance, optimizer, **options)
-    state: dict[str, Any] = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
+    state: dict[str, Any] = {"mean": mean, "noise": noise, "balance": balance, "adaptive": adaptive}
     if loads and folder is not None:
         pyps.torch.load(folder, model, optimizer, sampler, group=group, **state)
     found: dict[str, Any] = {"samples": [], "batches": [], "rates": []}
@@ -50,14 +50,13 @@ def trained(
         found["batches"].append(sampler.global_batch)
         for rows in sampler:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
+            mean.backward(nn.functional.mse_loss(model(inputs[rows]), targets[rows]))
             noise.step()
             optimizer.step()
             balance.step()
             seen += rows
         found["samples"].append(seen)
         adaptive.epoch()
-        sampler.set_epoch(sampler.epoch + 1)
         if folder is not None and not loads:
             pyps.torch.save(folder, model, optimizer, sampler, keep=99, group=group, **state)
     found["model"] = [p.detach().clone() for p in model.parameters()]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, weighted_hook
+from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, GlobalMean
 
 SPLIT_OF_FOUR = [3, 1]
 LENGTH = 46  # of the data set: the last round of an epoch is short
@@ -34,14 +34,14 @@ def make(
     model = DistributedDataParallel(nn.Sequential(*layers).to(DEVICE), process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = UnevenBatchSampler(LENGTH, split, dist.get_rank(group), seed=3)
-    hook = weighted_hook(model, sampler, wire=wire)
+    mean = GlobalMean(model, sampler, wire=wire)
     return (
         model,
         optimizer,
         sampler,
         {
-            "hook": hook,
-            "rebalancer": Rebalancer(sampler, hook, moves=Moves(window=3)),
+            "mean": mean,
+            "rebalancer": Rebalancer(sampler, mean, moves=Moves(window=3)),
             "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 9], gamma=0.5),
         },
     )
@@ -68,23 +68,19 @@ def train(
     rows: Any = range(LENGTH)
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=list)  # which draws a random number, too
     while step < steps:
-        done = 0
         for chosen in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(INPUTS[chosen]), TARGETS[chosen]).backward()
+            state["mean"].backward(nn.functional.mse_loss(model(INPUTS[chosen]), TARGETS[chosen]))
             optimizer.step()
+            state["mean"].end_step()
             state["scheduler"].step()
             taken.append(chosen)
-            step, done = step + 1, done + 1
+            step += 1
             if step == save_at:
                 note = {"steps": step, "of": (1.5, None)}
-                pyps.torch.save(
-                    folder, model, optimizer, sampler, rounds=done, group=group, note=note, **state
-                )
+                pyps.torch.save(folder, model, optimizer, sampler, group=group, note=note, **state)
             if step == steps:
                 break
-        else:
-            sampler.set_epoch(sampler.epoch + 1)
     return {
         "model": {name: value.clone() for name, value in model.module.state_dict().items()},
         "lr": state["scheduler"].get_last_lr(),
@@ -140,9 +136,9 @@ def tied(group: dist.ProcessGroup, folder: Path) -> bool:
     layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
     layers[1].weight = layers[0].weight
     model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
-    weighted_hook(model)
+    mean = GlobalMean(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
+    mean.backward(model(torch.ones(2, 4)).mean())
     optimizer.step()
     pyps.torch.save(folder, model, optimizer, step=1, group=group)
     before = layers[0].weight.detach().clone()
@@ -157,7 +153,7 @@ def divided_optimizer(group: dist.ProcessGroup, folder: Path) -> bool:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
-    weighted_hook(model)
+    mean = GlobalMean(model)
     made = [
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=0.1)
         for _ in range(2)
@@ -165,7 +161,7 @@ def divided_optimizer(group: dist.ProcessGroup, folder: Path) -> bool:
 
     def step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
+        mean.backward(model(torch.ones(2, 4)).square().mean())
         optimizer.step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -179,21 +175,22 @@ def divided_optimizer(group: dist.ProcessGroup, folder: Path) -> bool:
 def saved_after(group: dist.ProcessGroup, folder: Path, counted: str, workers: int) -> tuple[int, int] | str:
     """The samples that were trained, and those of the checkpoint, in mid-epoch; or what refused it.
 
-    counted: by the "hook", by a "Rebalancer", or by nothing.
+    counted: by a "GlobalMean", by a "Rebalancer", or by nothing.
     """
     sampler = UnevenBatchSampler(LENGTH, SPLIT_OF_FOUR, dist.get_rank(group))
     model = DistributedDataParallel(nn.Linear(6, 3).to(DEVICE), process_group=group)
-    hook = weighted_hook(model, sampler if counted == "hook" else None)
-    balance = Rebalancer(sampler, hook) if counted == "Rebalancer" else None
+    mean = GlobalMean(model, sampler)
+    balance = Rebalancer(sampler, mean) if counted == "Rebalancer" else None
     for number, rows in enumerate(DataLoader(range(LENGTH), batch_sampler=sampler, num_workers=workers), 1):
-        model(INPUTS[rows]).sum().backward()
+        mean.backward(model(INPUTS[rows]).square().mean())
+        if balance is not None:
+            balance.step()
+        elif counted == "GlobalMean":
+            mean.end_step()
         if number == 3:
             try:
                 pyps.torch.save(folder, model, None, sampler, step=1, group=group)
             except InputError as error:
                 return str(error)
-            state = torch.tensor(sampler.state_dict(sampler.trained)["position"])
-            return number * sum(SPLIT_OF_FOUR), int(state)
-        if balance is not None:
-            balance.step()
+            return number * sum(SPLIT_OF_FOUR), int(sampler.state_dict()["position"])
     return "no third round"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyps.torch import UnevenBatchSampler, agreed_split, weighted_hook
+from pyps.torch import GlobalMean, UnevenBatchSampler, agreed_split
 
 B, SAMPLES, EVERY = 24, 24 * 40 + 7, 4
 HOLD_STEPS, STEP_SECONDS = 9, 0.05  # of a start that does not finish
@@ -42,8 +42,8 @@ def main(folder: Path) -> None:
     started, finishes = said[0].item(), bool(said[1])
     sampler = UnevenBatchSampler(SAMPLES, agreed_split(B, max_batch=20))
     model = DistributedDataParallel(nn.Linear(1, 1))
-    weighted_hook(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    mean = GlobalMean(model, sampler)
     checkpoint, done = folder / "checkpoint.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint)
@@ -63,8 +63,9 @@ def main(folder: Path) -> None:
         notes.write(json.dumps(note) + "\n")
         notes.flush()
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(rows[:, None] / SAMPLES), rows[:, None] / SAMPLES).backward()
+        mean.backward(nn.functional.mse_loss(model(rows[:, None] / SAMPLES), rows[:, None] / SAMPLES))
         optimizer.step()
+        mean.end_step()
         if (number + 1) % EVERY == 0 and rank == 0:
             state = {"model": model.state_dict(), "sampler": sampler.state_dict(), "steps": number + 1}
             torch.save(state, folder / "new.pt")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_balance_jobs import BATCH, EmulatedTimer
-from ddp_jobs import flat, numbers, off, square
-from ddp_misuse_jobs import said_by
+from ddp_tools import flat, numbers, off, square
+from mean_jobs import said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,12 +21,12 @@ import pyps.torch
 from pyps.solver import Line
 from pyps.torch import (
     AdaptiveBatch,
+    GlobalMean,
     GradientNoise,
     Rebalancer,
     UnevenBatchSampler,
     agreed_split,
     check_gradient,
-    weighted_hook,
 )
 
 
@@ -72,7 +72,7 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
     alone = Blocks().double()
     model = divided(copy.deepcopy(alone), mesh, kind)
     parameters = list(model.parameters())  # as an optimizer has them
-    hook, rank = weighted_hook(model), mesh.get_local_rank("dp")
+    mean, rank = GlobalMean(model), mesh.get_local_rank("dp")
     found = []
     for number in range(3):
         whole = numbers(number, sum(batches), torch.float64)
@@ -81,8 +81,8 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
         for parameter in (*parameters, *alone.parameters()):
             parameter.grad = None
         square(alone, *whole).backward()
-        for micro in hook.accumulate(batch, parts) if max(parts) > 1 else [batch]:
-            square(model, *micro).backward()
+        for micro in mean.accumulate(batch, parts) if max(parts) > 1 else [batch]:
+            mean.backward(square(model, *micro))
         own: list[Any] = [p.grad for p in parameters]
         if kind == "DDP":
             found.append(off(flat(own), parts_of(alone, mesh)))
@@ -112,10 +112,11 @@ def noise(group: dist.ProcessGroup, kind: str, batches: list[int]) -> tuple[list
     alone = Blocks().double()
     model = divided(copy.deepcopy(alone), mesh, kind)
     rank = mesh.get_local_rank("dp")
-    measured = GradientNoise(weighted_hook(model), 0.0)
+    mean = GlobalMean(model)
+    measured = GradientNoise(mean, 0.0)
     whole = numbers(0, sum(batches), torch.float64)
     low = sum(batches[:rank])
-    square(model, *(x[low : low + batches[rank]] for x in whole)).backward()
+    mean.backward(square(model, *(x[low : low + batches[rank]] for x in whole)))
     measured.step()
     parameters = list(alone.parameters())
     right = flat(torch.autograd.grad(square(alone, *whole), parameters))
@@ -138,36 +139,35 @@ def trained(
     sampler = UnevenBatchSampler(BATCH * steps, split, rank)
     model = divided(Blocks().double(), mesh, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    hook = weighted_hook(model, sampler)
-    noise, balance = GradientNoise(hook, 0.9), Rebalancer(sampler, hook)
+    mean = GlobalMean(model, sampler)
+    noise, balance = GradientNoise(mean, 0.9), Rebalancer(sampler, mean)
     cost = costs[rank]
     balance.timer = EmulatedTimer(Line(cost.fixed_seconds, cost.per_sample_seconds * (1 + 0.3 * peer)))  # type: ignore[assignment]
     adaptive = AdaptiveBatch(noise, balance, optimizer, max_batch=4 * BATCH)
-    state = {"hook": hook, "noise": noise, "balance": balance, "adaptive": adaptive}
+    state = {"mean": mean, "noise": noise, "balance": balance, "adaptive": adaptive}
     if folder is not None and folder.exists():
         pyps.torch.load(folder, model, optimizer, sampler, **state)
     inputs, targets = numbers(0, len(sampler) * BATCH, torch.float64)
     seen, splits = [], []
     for rows in sampler:
         optimizer.zero_grad()
-        square(model, inputs[rows], targets[rows]).backward()
+        mean.backward(square(model, inputs[rows], targets[rows]))
         noise.step()
         optimizer.step()
         balance.step()
         seen.append(rows)
     splits.append(list(sampler.latest_split))
     adaptive.epoch()
-    sampler.set_epoch(sampler.epoch + 1)
     splits.append(list(sampler.split))
-    said = ""
+    refused = ""
     if folder is not None:
-        said = said_by(lambda: pyps.torch.save(folder, model, optimizer, sampler, step=1, **state))
-    return {"rank": rank, "seen": seen, "splits": splits, "said": said}
+        refused = said(lambda: pyps.torch.save(folder, model, optimizer, sampler, step=1, **state))
+    return {"rank": rank, "seen": seen, "splits": splits, "said": refused}
 
 
 def unlike_peers(group: dist.ProcessGroup) -> str:
     """What is said where two peers have other batches."""
     mesh = mesh_of(group)
     model = divided(Blocks(), mesh, "FSDP2")
-    weighted_hook(model)
-    return said_by(lambda: square(model, *numbers(0, 4 + dist.get_rank(group))))
+    mean = GlobalMean(model)
+    return said(lambda: mean.backward(square(model, *numbers(0, 4 + dist.get_rank(group)))))

@@ -65,7 +65,7 @@ def train(epochs: int, folder: str, stops_at: int = 0, resumes: bool = False) ->
             for one in (whole, optimizer):
                 one.zero_grad()
             mse(alone(all_x), all_y).backward()
-            mse(ddp(x), y).backward()
+            step.backward(mse(ddp(x), y))
             for k, gradients in enumerate((True, False)):
                 found, right = flat(ddp.module, gradients), flat(alone, gradients)
                 worst[k] = max(worst[k], float((found - right).norm() / right.norm()))
@@ -96,7 +96,7 @@ def stepped(before: bool, after: bool, rate: float = 0.01) -> str:
     try:
         for _, x, y in loader:
             optimizer.zero_grad()
-            mse(ddp(x), y).backward()
+            step.backward(mse(ddp(x), y))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             if before:

@@ -39,6 +39,10 @@ def drawn(samplers: list[UnevenBatchSampler]) -> list[list[list[int]]]:
 def test_an_epoch_is_every_sample_once(data: Any, split: list[int], more: int, drop_last: bool) -> None:
     parts = [data.draw(st.integers(1, min(b, 4))) for b in split]
     length = sum(parts) + more
+    if drop_last and length < sum(split):
+        with pytest.raises(InputError, match=r"expected at least .*, the global batch, with drop_last"):
+            samplers_of(length, split, accumulate=parts, drop_last=True)
+        return
     samplers = samplers_of(length, split, accumulate=parts, seed=3, drop_last=drop_last)
     epoch = drawn(samplers)
     for sampler, batches, part in zip(samplers, epoch, parts, strict=True):
@@ -123,10 +127,14 @@ def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: lis
         if number == edge:
             for sampler in samplers:
                 sampler.replan(changed)
-        for walk in walks:
+        for sampler, walk in zip(samplers, walks, strict=True):
             seen += next(walk)
+            sampler.end_step()
     states = [sampler.state_dict() for sampler in samplers]
     assert all(state == states[0] for state in states)
+    if len(seen) == length:
+        assert (states[0]["epoch"], states[0]["position"]) == (3, 0)
+        return
     after = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     rest = samplers_of(length, after, seed=9)
     left = length - len(seen)
@@ -158,15 +166,13 @@ def test_a_checkpoint_of_rounds_that_were_only_fetched_is_refused() -> None:
     rounds = iter(sampler)
     for _ in range(5):
         next(rounds)
-    with pytest.raises(InputError, match="rounds: found nothing; expected those that were trained"):
+    with pytest.raises(InputError, match="rounds: found batches that were computed, and no step"):
         trained_rounds(sampler, None)  # nothing counts them, and DataLoader workers fetch ahead
     assert trained_rounds(sampler, 3) == 3
-    for counted in (3, 5):  # by a hook or a Rebalancer
-        sampler.trained = counted
-        assert trained_rounds(sampler, None) == counted
-    sampler.trained = 6  # two gradients of one round
-    with pytest.raises(InputError, match="with one gradient a round"):
-        trained_rounds(sampler, None)
+    sampler.end_step()
+    assert trained_rounds(sampler, None) == 5  # a loop that accumulates, or is late
+    sampler.end_step()
+    assert trained_rounds(sampler, None) == 5  # a second end of the same step
     sampler.set_epoch(1)
     assert trained_rounds(sampler, None) == 0
 
@@ -191,9 +197,11 @@ def test_a_replan_holds_in_the_next_pass_without_set_epoch(start: tuple[int, int
     walk = iter(sampler)
     for _ in range(trained):
         next(walk)
+        sampler.end_step()
         if sampler.drawn == 2:
             sampler.replan([3, 7], *start)
-    assert [len(batch) for batch in sampler] == [3] * 10
+    del walk
+    assert [len(batch) for batch in stepped(sampler)] == [3] * 10
     assert sampler.split == (3, 7)
 
 
@@ -233,6 +241,7 @@ def test_a_replan_keeps_the_global_batch_and_the_past() -> None:
         sampler.replan([9, 1])
     walk = iter(sampler)
     next(walk), next(walk), next(walk)
+    sampler.end_step()
     with pytest.raises(InputError, match="handed out"):
         sampler.replan([5, 5], 0, 1)
     assert sampler.split == (6, 4)
@@ -249,10 +258,18 @@ def test_epochs_differ_and_the_seed_decides() -> None:
     assert [k for batch in in_order for k in batch] == list(range(50))
 
 
-def test_the_same_epoch_again_is_a_whole_one_after_a_resumed_part() -> None:
+def test_the_epoch_after_a_resumed_part_is_whole() -> None:
     sampler = UnevenBatchSampler(50, [10], 0)
     sampler.load_state_dict(sampler.state_dict() | {"position": 30})
-    assert [sum(map(len, sampler)) for _ in range(3)] == [20, 50, 50]
+    assert [sum(len(batch) for batch in stepped(sampler)) for _ in range(3)] == [20, 50, 50]
+    assert sampler.epoch == 3
+
+
+def stepped(sampler: UnevenBatchSampler) -> Iterator[list[int]]:
+    """A loop whose steps end."""
+    for batch in sampler:
+        yield batch
+        sampler.end_step()
 
 
 def test_a_loaded_state_forgets_what_was_read_past() -> None:
@@ -273,7 +290,8 @@ def test_loader_workers_fetch_ahead_and_change_nothing() -> None:
         for number, (batch,) in enumerate(loader):
             values += batch.tolist()
             if number == 2:
-                state = sampler.state_dict(rounds=3)
+                sampler.end_step()
+                state = sampler.state_dict()
                 assert sampler.drawn > 3
                 assert state["position"] == 30
     assert sorted(values) == list(range(103))
@@ -297,10 +315,15 @@ class Lines:
 def test_a_stream_is_every_sample_once(data: Any, split: list[int], more: int, drop_last: bool) -> None:
     parts = [data.draw(st.integers(1, min(b, 3))) for b in split]
     length = sum(parts) + more
+    too_short = drop_last and length < sum(split)
     streams = [
         UnevenIterableDataset(Lines(length), split, rank, accumulate=parts, collate=list, drop_last=drop_last)
         for rank in range(len(split))
     ]
+    if too_short:
+        with pytest.raises(InputError, match="found no round; expected at least"):
+            list(streams[0])
+        return
     epoch = [list(stream) for stream in streams]
     for batches, batch, part in zip(epoch, split, parts, strict=True):
         assert len(batches) % part == 0
@@ -344,15 +367,15 @@ def sizes_of(loader: DataLoader[Any], replans: dict[int, tuple[Any, ...]]) -> li
 def test_a_new_split_reaches_a_stream_in_any_loader(workers: int) -> None:
     stream = UnevenIterableDataset(Lines(200), [6, 4], 0)
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    assert stream.max_drawn(0) == 0
+    assert stream.max_drawn() == 0
     assert sizes_of(loader, {1: ([2, 8], 0, 12), 12: ([3, 7], 0, 30)}) == [6] * 12 + [2] * 8
     assert stream.latest_split == (3, 7)
-    assert stream.passes == 1
     assert stream.round_samples(13) == (10, 2)
-    assert stream.max_drawn(20) >= 20
+    stream.end_step()
+    assert stream.trained == 20
+    assert stream.max_drawn() >= 20
     # The round 30 never came: the split is in force when the stream is read again.
     assert sizes_of(loader, {2: ([5, 5], 0, 15)}) == [3] * 15 + [5] * 5
-    assert stream.passes == 2
     late = sizes_of(loader, {} if workers == 0 else {19: ([1, 9],)})
     assert late == [5] * 20
     if workers:
@@ -462,8 +485,10 @@ def test_the_changes_of_an_epoch_are_not_those_of_the_one_before() -> None:
     """A checkpoint between set_epoch() and the epoch's first round has only its split."""
     sampler = UnevenBatchSampler(40, [5, 3], 0)
     for number, _ in enumerate(sampler):
+        sampler.end_step()
         if number == 1:
             sampler.replan([4, 4])
+            break
     assert len(sampler.changes(0)) == 2
     sampler.set_epoch(1)
     assert sampler.changes(0) == [(1, 0, (4, 4))]

@@ -53,10 +53,10 @@ def test_residuals_and_the_split_go_on(ranks: Ranks, tmp_path: Path, wire: str) 
     for name, value in whole[0]["model"].items():
         assert torch.equal(value, after[0]["model"][name]), name
     tensors = {name for file in read_folder(checkpoints(tmp_path / "b")[0])[1].values() for name in file}
-    assert {"rank0.hook.residuals.0.weight", "rank1.hook.residuals.0.weight"} <= tensors
+    assert {"rank0.mean.wire.residuals.0.weight", "rank1.mean.wire.residuals.0.weight"} <= tensors
 
 
-@pytest.mark.parametrize(("counted", "workers"), [("hook", 2), ("Rebalancer", 2), ("Rebalancer", 0)])
+@pytest.mark.parametrize(("counted", "workers"), [("GlobalMean", 2), ("Rebalancer", 2), ("Rebalancer", 0)])
 def test_what_was_trained_is_saved(ranks: Ranks, tmp_path: Path, counted: str, workers: int) -> None:
     """DataLoader workers fetch ahead of it."""
     assert ranks.run(2, jobs.saved_after, tmp_path, counted, workers) == [(12, 12)] * 2
@@ -64,7 +64,7 @@ def test_what_was_trained_is_saved(ranks: Ranks, tmp_path: Path, counted: str, w
 
 def test_what_nothing_counted_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks.run(2, jobs.saved_after, tmp_path, "nothing", 0):
-        assert "rounds: found nothing; expected those that were trained" in said
+        assert "rounds: found batches that were computed, and no step" in said
 
 
 def test_tied_weights(ranks: Ranks, tmp_path: Path) -> None:
