@@ -154,7 +154,7 @@ site: .venv/dev
 OLDEST := build/oldest/bin/python
 OLDEST_TESTS ?= -m "not thorough" tests/solver tests/formats tests/policy tests/worker/test_worker.py \
   tests/worker/test_pipeline.py tests/worker/test_local_state.py tests/worker/test_loader.py tests/run/test_run.py \
-  tests/torch/test_accumulate.py tests/torch/test_hook.py tests/torch/test_sampler.py tests/torch/test_rebalancer.py \
+  tests/torch/test_accumulate.py tests/torch/test_global_mean.py tests/torch/test_sampler.py tests/torch/test_rebalancer.py \
   --ignore=tests/solver/test_local_steps.py --ignore=tests/solver/test_solver_docs.py -k "not its_loader_processes"
 test-oldest:
 	$(PYTHON) -m venv build/oldest

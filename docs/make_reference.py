@@ -41,7 +41,7 @@ MODULES = {
     "pyps.formats": "Profile, cluster and plan files.",
 }
 MOST_ARGUMENTS = 5  # shown of a signature
-WITH_METHODS = ("Store", "Worker", "Rebalancer", "WeightedHook")
+WITH_METHODS = ("Store", "Worker", "Rebalancer", "GlobalMean")
 # A comment above or none, the function's name, and a comment behind or none.
 COMMENT = r"/\*((?:[^*]|\*(?!/))*)\*/"
 C_FUNCTION = re.compile(
