@@ -317,6 +317,9 @@ class Rounds(ABC):
             reader.loader = ref(loader)
             watch_fetches(loader)
         self._readers.append(reader)
+
+    def _pass_begins(self) -> None:
+        """A loop asks for its first batch: its DataLoader has drawn its own random number by then."""
         function, self.before_pass = self.before_pass, None
         if function is not None:
             function()

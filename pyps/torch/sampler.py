@@ -120,6 +120,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         return Reader(self.epoch, self.position, self._past[1] if self._past[0] == self.epoch else 0)
 
     def _batches(self, reader: Reader) -> Iterator[list[int]]:
+        self._pass_begins()
         order = self._order(reader.epoch)
         first = reader.position
         if self.passes == 1:

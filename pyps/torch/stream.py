@@ -110,6 +110,7 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     def _batches(self, reader: Reader, index: int, workers: int, is_here: bool) -> Iterator[Any]:
         self._begin_pass(index, 0 if is_here else workers)
         if is_here:
+            self._pass_begins()
             self._known_loops = int(self._numbers[PASSES])
         item = 0
         for number, samples in enumerate(self._rounds()):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, GlobalMean
+from pyps.torch import GlobalMean, Moves, Rebalancer, UnevenBatchSampler
 
 SPLIT_OF_FOUR = [3, 1]
 LENGTH = 46  # of the data set: the last round of an epoch is short

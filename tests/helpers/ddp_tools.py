@@ -9,7 +9,6 @@ import torch.distributed as dist
 from device import DEVICE
 from torch import nn
 
-
 TOKENS, WORDS, IGNORED = 6, 11, -100
 Model = nn.Module
 

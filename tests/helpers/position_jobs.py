@@ -93,7 +93,7 @@ def readers(group: dist.ProcessGroup, workers: int) -> dict[str, Any]:
     run.epoch()
     second = everywhere(run)
     run.seen = []
-    for rows, x in run.loader:
+    for _, x in run.loader:
         run.backward(x)
         run.mean.end_step()
         break

@@ -1,4 +1,4 @@
-"""The position of a run follows the ends of its steps, whatever reads the data and however often it computes."""
+"""The position of a run follows the ends of its steps, whatever reads the data."""
 
 from __future__ import annotations
 
