@@ -34,7 +34,7 @@ def train(model: str, batch: int, device: str) -> None:
     from torch.utils.data import DataLoader
 
     from pyps.tasks import load_task
-    from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
+    from pyps.torch import GlobalMean, Rebalancer, UnevenBatchSampler
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -45,12 +45,12 @@ def train(model: str, batch: int, device: str) -> None:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
         data = [part.to(device) for part in task.make_batch(batch)]
         sampler = UnevenBatchSampler(batch * STEPS, [batch // 2, batch // 2])
-        hook = weighted_hook(ddp, sampler)
-        balance = Rebalancer(sampler, hook) if way == "rebalanced" else None
+        mean = GlobalMean(ddp, sampler)
+        balance = Rebalancer(sampler, mean) if way == "rebalanced" else None
         seconds, began = [], time.perf_counter()
         for rows in DataLoader(range(batch * STEPS), batch_sampler=sampler):  # type: ignore[arg-type]
             optimizer.zero_grad()
-            task.loss(ddp(data[0][: len(rows)]), data[1][: len(rows)]).backward()
+            mean.backward(task.loss(ddp(data[0][: len(rows)]), data[1][: len(rows)]))
             optimizer.step()
             if balance is not None:
                 balance.step()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyps
 from pyps.profiler.throttle import sleep_until
-from pyps.torch import weighted_hook
+from pyps.torch import GlobalMean
 from pyps.worker.sampling import indices
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
@@ -42,10 +42,11 @@ def every_step(batches: list[int], sample_seconds: list[float], samples: int, ev
     training, held_out = load()
     model, optimizer = make_model(seed)
     ddp = DistributedDataParallel(model)
-    hook = weighted_hook(ddp, wire="int8")
+    mean = GlobalMean(ddp, wire="int8")
     own = sample_seconds[rank] * batches[rank]
     began = time.monotonic()
-    hook.on_ready.insert(0, lambda: sleep_until(round((began + own) * 1e9)))
+    first_layer = next(model.parameters())  # its gradient comes last
+    first_layer.register_hook(lambda _: sleep_until(round((began + own) * 1e9)))
     kept, start = [(0.0, 0, model.state_dict())], 0.0
     dist.barrier()
     start = began = time.monotonic()
@@ -55,7 +56,7 @@ def every_step(batches: list[int], sample_seconds: list[float], samples: int, ev
         optimizer.zero_grad()
         text = training[rows]
         logits = ddp(text[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        mean.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
         optimizer.step()
         began = time.monotonic()
         if rank == 0 and (first + whole) // every > first // every:

@@ -122,7 +122,7 @@ class Notes:
 
 
 def train_ddp(given: dict[str, Any], model: GPT, training: torch.Tensor, held_out: torch.Tensor) -> None:
-    from pyps.torch import UnevenBatchSampler, load, save, weighted_hook
+    from pyps.torch import GlobalMean, UnevenBatchSampler, load, save
 
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), Path(os.environ["OUT"]) / "checkpoints"
@@ -136,17 +136,18 @@ def train_ddp(given: dict[str, Any], model: GPT, training: torch.Tensor, held_ou
     sampler = UnevenBatchSampler(data, given["batches"])
     loader = DataLoader(data, batch_sampler=sampler)
     ddp = DistributedDataParallel(model)
-    hook = weighted_hook(ddp, sampler)
+    mean = GlobalMean(ddp, sampler)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=RATE)
-    before = load(folder, ddp, optimizer, sampler, hook=hook)
+    before = load(folder, ddp, optimizer, sampler, mean=mean)
     samples, begun = (before["samples"] if before else 0), time.monotonic()
     model.register_forward_pre_hook(lasts)
     notes, saved = Notes(given, model, held_out), 0
     while True:
         for (text,) in loader:
             optimizer.zero_grad()
-            loss_of(ddp, text).backward()
+            mean.backward(loss_of(ddp, text))
             optimizer.step()
+            mean.end_step()
             samples += BATCH
             if rank == 0:
                 notes.step(samples)
@@ -154,7 +155,7 @@ def train_ddp(given: dict[str, Any], model: GPT, training: torch.Tensor, held_ou
             dist.broadcast(due, 0)
             if int(due) > saved:
                 saved = int(due)
-                save(folder, ddp, optimizer, sampler, hook=hook, samples=samples)
+                save(folder, ddp, optimizer, sampler, mean=mean, samples=samples)
 
 
 def train_store(given: dict[str, Any], model: GPT, training: torch.Tensor, held_out: torch.Tensor) -> None:

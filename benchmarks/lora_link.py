@@ -6,7 +6,7 @@ loss on text that was held out: that of plain DDP with LoRA at its end, so no ot
 
 - Plain DDP over gloo, equal batches: of all parameters, and of a LoRA adapter.
 - The fast host alone, with LoRA.
-- DDP with LoRA, planned batches and int8, by weighted_hook.
+- DDP with LoRA, planned batches and int8, by GlobalMean.
 - The store, with the adapter alone: a step each time, and planned local steps; int8 both ways.
 
 Then the last way is killed whole in its middle, and resumed. Devices are emulated; a pass of all parameters

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyps
 from pyps.profiler.throttle import sleep_until
-from pyps.torch import weighted_hook
+from pyps.torch import GlobalMean
 from pyps.worker.sampling import indices
 
 FORWARD = 1 / 3  # of a pass's time
@@ -71,8 +71,7 @@ def every_step(
     model = model_of(seed, full)
     optimizer = adamw(model)
     ddp = DistributedDataParallel(model)
-    if wire:
-        weighted_hook(ddp, wire=wire)
+    mean = GlobalMean(ddp, wire=wire) if wire else None  # type: ignore[arg-type]
     blocks = [m for m in model.modules() if type(m).__name__ == "GPT2Block"]
     device = Device(blocks, sample_seconds[rank] * batches[rank])
     kept = []
@@ -83,7 +82,11 @@ def every_step(
         place = first + sum(batches[:rank])
         rows = training[torch.from_numpy(indices(place, batches[rank], len(training), seed))]
         optimizer.zero_grad()
-        loss_of(ddp, rows).backward()
+        loss = loss_of(ddp, rows)
+        if mean is None:
+            loss.backward()
+        else:
+            mean.backward(loss)
         optimizer.step()
         if rank == 0 and (first + whole) // every > first // every:
             now = [p.detach().clone() for p in trained(model)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyps.torch import weighted_hook
+from pyps.torch import GlobalMean
 
 WARM_UP = 2  # steps: DDP arranges its buckets in the first
 ONE_BUCKET_MB = 1000.0
@@ -73,9 +73,9 @@ def main() -> None:
         cap = bucket_bytes / 2**20 if overlapped == "True" else ONE_BUCKET_MB
         dist._DEFAULT_FIRST_BUCKET_BYTES = int(cap * 2**20)
         ranks = DistributedDataParallel(model, bucket_cap_mb=cap)
-        weighted_hook(ranks)
+        mean = GlobalMean(ranks)
         mine = [seconds[dist.get_rank()] for seconds in cases]
-        found[overlapped] = [_steps(ranks, chosen["width"], chosen["steps"], pause) for pause in mine]
+        found[overlapped] = [_steps(ranks, chosen["width"], chosen["steps"], pause, mean) for pause in mine]
     print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -87,14 +87,18 @@ def _all_reduce(size: int, count: int) -> float:
     return _timed(lambda: dist.all_reduce(values), count)
 
 
-def _steps(model: nn.Module, width: int, count: int, pause: float) -> float:
+def _steps(model: nn.Module, width: int, count: int, pause: float, mean: GlobalMean | None = None) -> float:
     """The median seconds of a step whose compute pauses for so many."""
     values = torch.randn(1, width)
     getattr(model, "module", model).seconds = pause
 
     def step() -> None:
         model.zero_grad()
-        model(values).sum().backward()
+        loss = model(values).mean()
+        if mean is None:
+            loss.backward()
+        else:
+            mean.backward(loss)
 
     return _timed(step, count)
 

@@ -208,7 +208,7 @@ def load(
         if same_ranks:
             random_states, gpu = unpack(own["random"], tensors), _gpu_of(model)
             _set_random_states(random_states, gpu)
-            if sampler is not None:  # a DataLoader draws a number before it goes on in an epoch
+            if sampler is not None and sampler.position:  # a DataLoader draws a number before it goes on
                 sampler.before_pass = partial(_set_random_states, random_states, gpu)
         return {name: unpack(value, tensors) for name, value in rest.items()} | {"step": manifest.version}
 
