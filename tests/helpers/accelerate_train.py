@@ -11,7 +11,6 @@ import torch.distributed as dist
 import trainer_checks as checks
 from torch.utils.data import DataLoader
 
-from pyps.torch import check_gradient
 from pyps.torch.accelerate import UnevenAccelerator
 
 PARTS, BATCH, EPOCHS = 3, 24, 8
@@ -74,9 +73,6 @@ def main() -> None:
         evaluated += script.accelerator.gather_for_metrics(samples).tolist()
     script.model.train()
     rank = script.accelerator.process_index
-    inputs, targets, _ = checks.on_device(checks.data()[rank * 40 : rank * 40 + 11 * (rank + 1)])
-    checked = check_gradient(script.model, lambda m, x, y: checks.loss_of(m(x), y), (inputs, targets))
-
     again = Script()
     again.emulate()
     again.accelerator.load_state(folder)
@@ -99,7 +95,6 @@ def main() -> None:
             "even_seconds": found.even_seconds,
             "changes": [str(change) for change in balance.history],
             "evaluated": evaluated,
-            "checked": checked.error,
             "planted": said,
             "resumed": checks.same(*ends),
             "resumed_rounds": again.checks.rounds == found.rounds[-len(again.checks.rounds) :],

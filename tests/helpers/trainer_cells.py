@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainer_checks import Model, fsdp_model, whole_gradient
 
 from pyps.errors import InputError
-from pyps.torch import GlobalMean, UnevenBatchSampler, UnevenSyncBatchNorm, check_gradient
+from pyps.torch import GlobalMean, UnevenBatchSampler, UnevenSyncBatchNorm
 
 SPLIT, SAMPLES, IGNORED = [8, 4], 30, -100
 mse = nn.functional.mse_loss
@@ -527,17 +527,6 @@ def joined(kit: Kit) -> float:
     return 1.0
 
 
-def checked(kit: Kit) -> float:
-    """By check_gradient, of a model that a loop trains."""
-    script = Script(kit())
-    for batches, _ in script.rounds():
-        found = check_gradient(script.model, lambda m, x, y: mse(m(x), y), batches[0])
-        script.worst = max(script.worst, found.error)
-        script.kit.backward(plain(script.model, None, *batches[0]))
-        script.step()
-    return script.worst
-
-
 def checkpointed(kit: Kit) -> float:
     """Activation checkpointing."""
 
@@ -643,7 +632,6 @@ COMMON: dict[str, Callable[[Kit], float]] = {
     "UnevenSyncBatchNorm": sync_norm,
     "torch.compile": compiled,
     "activation checkpoints": checkpointed,
-    "check_gradient": checked,
     "layers unfrozen later": unfrozen,
     "loss.backward()": past,
     "an epoch of no rounds": no_rounds,

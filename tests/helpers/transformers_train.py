@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
-from pyps.torch import check_gradient
 from pyps.torch.transformers import UnevenTrainer
 
 PARTS, EACH, EPOCHS = 3, 12, 8  # two ranks: 72 samples a round, as in the other tests
@@ -113,16 +112,6 @@ def report_of(kind: type[Mean]) -> dict[str, Any]:
     trainer = train(kind, None)
     again = train(kind, "checkpoint")
     found, resumed = trainer.checks, again.checks
-    rank = trainer.args.process_index
-    first, count = rank * 40, 11 * (rank + 1)
-    inputs, targets, samples = checks.on_device(checks.data()[first : first + count])
-    checked = 0.0
-    if kind is Mean:
-        trainer.model_wrapped.train()
-        loss = check_gradient(
-            trainer.model_wrapped, lambda m, x, y, s: m(x, y, s)["loss"], (inputs, targets, samples)
-        )
-        checked = loss.error
     balance = trainer.run.balance
     assert balance is not None
     evaluated = trainer.predict(Rows(50)).predictions
@@ -135,7 +124,6 @@ def report_of(kind: type[Mean]) -> dict[str, Any]:
         "even_seconds": found.even_seconds,
         "changes": [str(change) for change in balance.history],
         "evaluated": [int(k) for k in evaluated],
-        "checked": checked,
         "resumed": checks.same(checks.state_of(trainer.model), checks.state_of(again.model)),
         "resumed_rounds": resumed.rounds == found.rounds[-len(resumed.rounds) :],
     }
