@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
-from pyps.torch.wrapped import Wrapped
+from pyps.torch.wrapped import Watcher, Wrapped
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
 KEPT = (
@@ -129,6 +129,11 @@ class ShardedModules:
         """FSDP2's own objects of all parameters."""
         return chain.from_iterable(group.fsdp_params for group in self._groups)
 
+    def on_gradients(self, watcher: Watcher) -> None:
+        """Call it with each parameter and this rank's gradient of it, before that is reduced."""
+        for group in self._groups:
+            group.post_backward = _watched(group, group.post_backward, watcher)
+
     def count_waits(self, waiting: Waiting) -> None:
         """From now on what the groups do in the midst of a pass counts as waiting."""
         for group in self._groups:
@@ -150,6 +155,9 @@ class ShardedModel(Wrapped):
         if not self._is_timed:
             self.shards.count_waits(waiting)
         super().time_passes(waiting)
+
+    def watch_own(self, watcher: Watcher) -> None:
+        self.shards.on_gradients(watcher)
 
     def reduced(self) -> list[torch.nn.Parameter]:
         return [one.sharded_param for one in self.shards.parameters() if one.sharded_param.requires_grad]
@@ -200,3 +208,18 @@ def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]
             return method(*arguments, **named)
 
     return counted
+
+
+def _watched(group: Any, method: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        if group.reduce_grads and group.all_reduce_grads:
+            for parameter in group.fsdp_params:
+                own = [getattr(parameter, "unsharded_accumulated_grad", None)]
+                own.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
+                found = [getattr(g, "_local_tensor", g) for g in own if g is not None]
+                if found:
+                    watcher(parameter.sharded_param, sum(found[1:], found[0]))
+        return method(*arguments, **named)
+
+    return watched

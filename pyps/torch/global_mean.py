@@ -36,7 +36,7 @@ from pyps.torch.norm import note_trained
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
-from pyps.torch.wrapped import ARRIVED, Wrapped, wrapped_models
+from pyps.torch.wrapped import ARRIVED, WATCHERS, Wrapped, wrapped_models
 from pyps.worker.terms import Number, Term, terms_of
 
 Call = Callable[[], Any]  # a backward pass
@@ -113,6 +113,8 @@ class GlobalMean:
         self.ranks = dist.get_world_size(self.group)
         self.waiting = Waiting.on(self.device)
         self.asks = self.asked = False  # a decision about the split: this rank, any rank
+        self.share: Number | None = None  # this rank's of the latest pass's items; None: of sums
+        self.late: Number = 1.0  # what gradients were multiplied with after their reduction
         self.calls = 0  # backward passes that reduced since the last step
         self.passes = 1  # micro-batches of the latest of them on this rank
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
@@ -245,6 +247,9 @@ class GlobalMean:
             expected = "mean.backward(loss)"
             raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
         setattr(parameter, ARRIVED, True)
+        if self.models[0].is_ddp and parameter.grad is not None:
+            for watcher in WATCHERS:
+                watcher(parameter, parameter.grad)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the models."""
@@ -365,8 +370,15 @@ class GlobalMean:
             shares = [_shares(counts) for counts in weights]
             self._losses = self._over_all(losses, shares, terms)
             own = [len(rows) * _on_this(share, self._agreement.rank) for share in shares]
+            self._note_share(weights, 1.0)
             alone = [len(rows) * _inverse(counts.sum()) for counts in weights]
             self._run(loss, list(zip(terms, own, alone, strict=True)), None, call)
+
+    def _note_share(self, counts: list[torch.Tensor], late: Number) -> None:
+        """Keep this rank's share of the first term's items, if that is a mean."""
+        is_mean = counts and (counts[0].device.type != "cpu" or not bool(torch.isnan(counts[0]).any()))
+        self.share = _on_this(_shares(counts[0]), self._agreement.rank) if is_mean else None
+        self.late = late
 
     def _refused_number(self, loss: torch.Tensor) -> InputError | None:
         """Refuse a loss of several micro-batches that is divided by their number."""
@@ -595,6 +607,7 @@ class GlobalMean:
         total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
         factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
         factor = float(factor) if factor.device.type == "cpu" else factor
+        self._note_share([] if is_sum else weights, factor)
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)

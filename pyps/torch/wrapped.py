@@ -6,7 +6,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,15 @@ from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
 ARRIVED = "_pyps_arrived"  # whether a parameter got a gradient since this was asked last
+
+
+class Watcher(Protocol):
+    """What looks at this rank's gradients."""
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
+
+
+WATCHERS: WeakSet[Any] = WeakSet()  # of all parameters in DDP
 
 
 class Wrapped(ABC):
@@ -108,6 +118,10 @@ class Wrapped(ABC):
     def check_reduced(self) -> None:
         """Raise InputError for gradients of a pass that the model has not reduced."""
 
+    def watch_own(self, watcher: Watcher) -> None:
+        """Call it with each parameter and this rank's gradient of it, before that is reduced."""
+        WATCHERS.add(watcher)
+
     def install_wire(self, wire: str, scaler: Any) -> Any:
         """Send gradients in another type."""
         raise InputError("GlobalMean", "wire", repr(wire), "same")
@@ -163,7 +177,9 @@ class WrappedDDP(Wrapped):
             return
         if self._ddp.require_forward_param_sync is not True:  # DDP's forward() sets it
             found = "gradients that DistributedDataParallel did not reduce"
-            expected = "one backward pass for each forward pass of the model itself, not of its module's parts"
+            expected = (
+                "one backward pass for each forward pass of the model itself, not of its module's parts"
+            )
             raise InputError("GlobalMean", "forward()", found, expected)
         self._ddp.require_forward_param_sync = 1  # to DDP as good as True
 
