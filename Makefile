@@ -66,7 +66,6 @@ test-%: .venv/dev
 test-gpu: .venv/dev
 	$(PY) -m pytest tests/worker/test_on_gpu.py tests/torch/test_ddp_on_gpu.py tests/profiler
 	PYPS_TEST_DEVICE=cuda $(PY) -m pytest tests/worker tests/torch
-	$(PY) tests/helpers/nccl_on_one_gpu.py 2
 
 lint: .venv/dev types
 	.venv/bin/ruff check .

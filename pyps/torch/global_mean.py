@@ -286,7 +286,8 @@ class GlobalMean:
             raise InputError("backward", "loss", f"a sum that is divided by nothing ({name})", expected)
         for term in terms:
             if term.count is not None and not term.is_mean:  # it may be subtracted
-                term.count, term.constant = abs(term.count), _sign(term.divisors)
+                term.constant = _sign(term.divisors)
+                term.count = term.count.abs() if isinstance(term.count, torch.Tensor) else abs(term.count)
             if self._empty:
                 term.count = 0.0
         return terms

@@ -70,7 +70,8 @@ class Reader:
         loader = None if self.loader is None else self.loader()
         if self.loader is not None and loader is None:
             return self.seen
-        ahead = getattr(loader, "_send_idx", 0) - loader._num_yielded if hasattr(loader, "_send_idx") else 0
+        sent = None if loader is None else getattr(loader, "_send_idx", None)
+        ahead = 0 if sent is None or loader is None else sent - loader._num_yielded
         return self.items - max(0, ahead)
 
     def close(self) -> None:

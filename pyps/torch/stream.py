@@ -73,7 +73,8 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     @property
     def split(self) -> Split:
         """The split of the latest round that this copy has handed out."""
-        return self._splits[0][1] if getattr(self, "_current", None) is None else self._current
+        current: Split | None = getattr(self, "_current", None)
+        return self._splits[0][1] if current is None else current
 
     @property
     def latest_split(self) -> Split:

@@ -113,9 +113,9 @@ class Wrapped(ABC):
         for p in self.reduced():
             if not getattr(p, REDUCED, False):
                 setattr(p, REDUCED, True)
-                p.register_post_accumulate_grad_hook(arrived)
+                p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def check_reduced(self) -> None:
+    def check_reduced(self) -> None:  # noqa: B027 - FSDP2 reduces whatever computes
         """Raise InputError for gradients of a pass that the model has not reduced."""
 
     def watch_own(self, watcher: Watcher) -> None:
@@ -177,16 +177,14 @@ class WrappedDDP(Wrapped):
             return
         if self._ddp.require_forward_param_sync is not True:  # DDP's forward() sets it
             found = "gradients that DistributedDataParallel did not reduce"
-            expected = (
-                "one backward pass for each forward pass of the model itself, not of its module's parts"
-            )
+            expected = "one backward pass for each forward pass of the model itself, not of its parts"
             raise InputError("GlobalMean", "forward()", found, expected)
         self._ddp.require_forward_param_sync = 1  # to DDP as good as True
 
     def install_wire(self, wire: str, scaler: Any) -> Any:
         from pyps.torch.wire import install_wire
 
-        return install_wire(self._ddp, wire, scaler)
+        return install_wire(self._ddp, wire, scaler)  # type: ignore[arg-type]
 
     def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
         found: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_jobs import flat, mine, net, numbers, off, square
+from ddp_tools import flat, mine, net, numbers, off, square
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyps.torch
-from pyps.torch import Moves, Rebalancer, UnevenBatchSampler, agreed_split, loss_scale, weighted_hook
-from pyps.torch import ddp_hook as hook_module
+from pyps.torch import GlobalMean, Moves, Rebalancer, UnevenBatchSampler, agreed_split
 from pyps.torch.waiting import ComputeTimer
 
 GPU = torch.device("cuda")
@@ -41,13 +40,12 @@ def gradient_errors(group: dist.ProcessGroup, batches: list[int], dtype: str) ->
     """By round, how far the gradient is from that of one process on this GPU; batches change places."""
     kind = getattr(torch, dtype)
     ddp, alone = on_gpu(group, kind), net().to(GPU, kind)
-    weighted_hook(ddp)
-    errors = []
+    mean, errors = GlobalMean(ddp), []
     for number, split in enumerate((batches, batches, batches[1:] + batches[:1])):
         whole = [x.to(GPU) for x in numbers(number, sum(split), kind)]
         right = flat(torch.autograd.grad(square(alone, *whole), list(alone.parameters())))
         ddp.zero_grad()
-        square(ddp, *part(number, split, group, kind)).backward()
+        mean.backward(square(ddp, *part(number, split, group, kind)))
         errors.append(off(flat(p.grad for p in ddp.parameters()), right))
     return errors
 
@@ -59,20 +57,20 @@ def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
     for wire in ("same", "int8"):
         sampler = UnevenBatchSampler(40, agreed_split(8, group=alone), 0)
         ddp = on_gpu(alone)
-        hook = weighted_hook(ddp, sampler, wire=wire)
-        balance = Rebalancer(sampler, hook, moves=Moves(window=3))
+        mean = GlobalMean(ddp, sampler, wire=wire)
+        balance = Rebalancer(sampler, mean, moves=Moves(window=3))
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for number, chosen in enumerate(sampler):
             inputs, targets = (x.to(GPU) for x in numbers(number, len(chosen)))
             optimizer.zero_grad()
-            (square(ddp, inputs, targets) * loss_scale(3, group=alone)).backward()
+            mean.backward(square(ddp, inputs, targets))
             optimizer.step()
             balance.step()
-        pyps.torch.save(folder / wire, ddp, optimizer, sampler, group=alone, hook=hook, balance=balance)
+        pyps.torch.save(folder / wire, ddp, optimizer, sampler, group=alone, mean=mean, balance=balance)
         other = on_gpu(alone)
         theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
-        hook = weighted_hook(other, sampler, wire=wire)
-        state = {"hook": hook, "balance": Rebalancer(sampler, hook, moves=Moves(window=3))}
+        mean = GlobalMean(other, sampler, wire=wire)
+        state = {"mean": mean, "balance": Rebalancer(sampler, mean, moves=Moves(window=3))}
         assert pyps.torch.load(folder / wire, other, theirs, sampler, group=alone, **state) is not None
         assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), other.parameters(), strict=True))
         models.append(flat(ddp.parameters()))
@@ -84,8 +82,8 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
     alone = nccl()
     ddp = on_gpu(alone)
     sampler = UnevenBatchSampler(10_000, [8], 0)
-    hook = weighted_hook(ddp, sampler, wire=wire)
-    balance = Rebalancer(sampler, hook, moves=Moves(window=3))
+    mean = GlobalMean(ddp, sampler, wire=wire)
+    balance = Rebalancer(sampler, mean, moves=Moves(window=3))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     inputs, targets = part(0, [8], alone)
     try:
@@ -93,7 +91,7 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
             if step == 3:
                 torch.cuda.set_sync_debug_mode("error")
             optimizer.zero_grad()
-            square(ddp, inputs, targets).backward()
+            mean.backward(square(ddp, inputs, targets))
             optimizer.step()
             balance.step()
     except RuntimeError:
@@ -103,32 +101,31 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
     return ""
 
 
-def goes_on(group: dist.ProcessGroup) -> bool:
-    """Whether a bucket is weighed on a stream of its own, so that backward does not wait for W."""
-    alone = nccl()
-    ddp = on_gpu(alone)
-    hook = weighted_hook(ddp)
-    streams: dict[str, Any] = {}
-    hook.on_ready.append(lambda: streams.update(backward=torch.cuda.current_stream()))
-    multiplied = hook_module.multiply
+def on_the_device(group: dist.ProcessGroup, batches: list[int]) -> list[float]:
+    """How far gradients are from one process's; divisors lie on the GPU, and the first rank has no target."""
+    ddp, alone = on_gpu(group, torch.float64), net().to(GPU, torch.float64)
+    mean, errors = GlobalMean(ddp), []
+    for number in range(3):
+        inputs, targets = (x.to(GPU) for x in numbers(number, sum(batches), torch.float64))
+        mask = (targets > 0).double()
+        mask[: batches[0]] *= number > 0
 
-    def multiply(*arguments: Any) -> None:
-        streams["weighed"] = torch.cuda.current_stream()
-        multiplied(*arguments)
+        def loss(model: Any, rows: slice, mask: Any = mask, of: Any = (inputs, targets)) -> torch.Tensor:
+            squares = (model(of[0][rows]) - of[1][rows]).square()
+            return (squares * mask[rows]).sum() / mask[rows].sum()
 
-    hook_module.multiply = multiply
-    try:
-        for _ in range(2):
-            square(ddp, *part(0, [8], alone)).backward()
-    finally:
-        hook_module.multiply = multiplied
-    return bool(streams["weighed"] != streams["backward"])
+        right = flat(torch.autograd.grad(loss(alone, slice(None)), list(alone.parameters())))
+        ddp.zero_grad()
+        mean.backward(loss(ddp, mine(batches, group)))
+        errors.append(off(flat(p.grad for p in ddp.parameters()), right))
+    return errors
 
 
 def timed(group: dist.ProcessGroup) -> tuple[list[float], float, list[int]]:
     """The timer's seconds of three steps, the seconds that a part of each took at least, and the labels."""
     ddp = on_gpu(group)
-    timer = ComputeTimer(weighted_hook(ddp))
+    mean = GlobalMean(ddp)
+    timer = ComputeTimer(mean)
     batch = part(0, [5, 3], group)
     spent, known = [], []
     for label in range(3):
@@ -137,7 +134,7 @@ def timed(group: dist.ProcessGroup) -> tuple[list[float], float, list[int]]:
         begin.record()
         torch.cuda._sleep(BUSY_CYCLES)
         end.record()
-        square(ddp, *batch).backward()
+        mean.backward(square(ddp, *batch))
         timer.finish(label)
         spent.append((begin, end))
     torch.cuda.synchronize()
@@ -152,7 +149,7 @@ def scaled(group: dist.ProcessGroup, wire: Any) -> tuple[list[bool], float, floa
     batches = [12, 4]
     ddp, alone = on_gpu(group), net().to(GPU)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    weighted_hook(ddp, wire=wire, scaler=scaler)
+    mean = GlobalMean(ddp, wire=wire, scaler=scaler)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (ddp, alone)]
     taken = []
     for step in range(5):
@@ -162,7 +159,9 @@ def scaled(group: dist.ProcessGroup, wire: Any) -> tuple[list[bool], float, floa
         with torch.autocast("cuda", torch.float16):
             inputs, targets = part(step, batches, group)
             loss = nn.functional.mse_loss(ddp(inputs).float(), targets)
-        scaler.scale(loss * (torch.inf if bad and dist.get_rank(group) == 1 else 1.0)).backward()
+        if bad and dist.get_rank(group) == 1:
+            loss = loss + torch.inf * ddp.module[0].weight.sum()
+        mean.backward(scaler.scale(loss), n=len(inputs))
         before = flat(ddp.parameters())
         scaler.step(optimizers[0])
         scaler.update()

@@ -26,18 +26,19 @@ def test_the_gradient_is_the_one_of_one_process(ranks: Ranks, count: int, dtype:
 
 
 def test_nccl_of_one_rank_does_all_that_ranks_do(ranks: Ranks, tmp_path: Path) -> None:
-    """The hook, agreed_split, a Rebalancer, loss_scale of a number on the CPU, save and load."""
+    """GlobalMean, agreed_split, a Rebalancer, save and load."""
     assert max(ranks.run(1, jobs.all_on_nccl, tmp_path)) < FP32
 
 
 @pytest.mark.parametrize("wire", ["same", "bf16"])
 def test_a_step_does_not_wait_for_the_device(ranks: Ranks, wire: str) -> None:
-    """From the second round on the hook, its timer and the Rebalancer only queue work."""
+    """From the second round on GlobalMean, its timer and the Rebalancer only queue work."""
     assert ranks.run(1, jobs.waits, wire) == [""]
 
 
-def test_a_reduction_overlaps_the_backward_pass(ranks: Ranks) -> None:
-    assert ranks.run(1, jobs.goes_on) == [True]
+def test_divisors_stay_on_the_device(ranks: Ranks) -> None:
+    for errors in ranks.run(2, jobs.on_the_device, [5, 9]):
+        assert max(errors) < FP64
 
 
 def test_the_timer_counts_the_devices_time(ranks: Ranks) -> None:
