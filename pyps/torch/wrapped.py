@@ -18,6 +18,7 @@ from pyps.torch.peers import is_divided, parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
+NOT_YET: Any = 1  # of DDP's require_forward_param_sync, to which it is as good as True: no forward() since
 ARRIVED = "_pyps_arrived"  # whether a parameter got a gradient since this was asked last
 
 
@@ -139,7 +140,7 @@ class WrappedDDP(Wrapped):
         self._reduced = [p for p in self._parameters if p.requires_grad]
         self._is_divided = any(is_divided(p) for p in self._parameters)
         if not getattr(ddp, "_lazy_init_ran", True):  # no forward pass yet
-            self._ddp.require_forward_param_sync = 1
+            self._ddp.require_forward_param_sync = NOT_YET
 
     def reduced(self) -> list[torch.nn.Parameter]:
         return self._reduced
@@ -179,7 +180,7 @@ class WrappedDDP(Wrapped):
             found = "gradients that DistributedDataParallel did not reduce"
             expected = "one backward pass for each forward pass of the model itself, not of its parts"
             raise InputError("GlobalMean", "forward()", found, expected)
-        self._ddp.require_forward_param_sync = 1  # to DDP as good as True
+        self._ddp.require_forward_param_sync = NOT_YET
 
     def install_wire(self, wire: str, scaler: Any) -> Any:
         from pyps.torch.wire import install_wire
