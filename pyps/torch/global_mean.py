@@ -33,10 +33,12 @@ from pyps.torch.accumulate import MicroBatches
 from pyps.torch.agreement import Agreement
 from pyps.torch.consensus import DEADLINE_SECONDS
 from pyps.torch.norm import note_trained
+from pyps.torch.norm import sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
 from pyps.torch.wrapped import ARRIVED, WATCHERS, Wrapped, wrapped_models
+from pyps.worker.norms import OWN_BATCHES
 from pyps.worker.terms import Number, Term, terms_of
 
 Call = Callable[[], Any]  # a backward pass
@@ -130,6 +132,10 @@ class GlobalMean:
         for one in self.models:
             one.watch(self._arrived)
         note_weights()
+        alone = any(sees_own_batch_alone(one.model) for one in self.models)
+        if self.ranks > 1 and self._agreement.rank == 0 and alone:
+            expected = "UnevenSyncBatchNorm.convert(model) before its first step for those of all samples"
+            warnings.warn(f"{OWN_BATCHES}; {expected}", stacklevel=2)
 
     def _made_agreement(self, timeout: float) -> Agreement:
         return Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())

@@ -65,6 +65,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
         self._next: Split | None = None  # of another B, for the next epoch
         self._past: RoundIndex = (0, 0)
+        self._loops = 0  # that have begun
         self._known_sizes: tuple[Any, list[int]] = (None, [])
         self._check_rounds(self.split)
 
@@ -123,10 +124,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._pass_begins()
         order = self._order(reader.epoch)
         first = reader.position
-        if self.passes == 1:
+        self._loops += 1
+        if self._loops == 2:
             self._warn_without_weights()
         for number, size in enumerate(self._sizes_of(reader.epoch, reader.position)):
-            if not self.passes and number == TRAINED_ROUNDS:
+            if self._loops == 1 and number == TRAINED_ROUNDS:
                 self._warn_without_weights()
             reader.drawn = number + 1
             begin, end = self._range(reader.epoch, number, size)

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from ddp_jobs import net, square
+from ddp_tools import net, square
 from device import DEVICE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,14 +24,14 @@ from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
 from pyps.solver.online.decide import best_split, round_seconds
 from pyps.torch import (
+    GlobalMean,
     Moves,
     Rebalancer,
     UnevenBatchSampler,
     UnevenIterableDataset,
     UnevenSyncBatchNorm,
     agreed_split,
-    weighted_hook,
-    weighting,
+    rounds,
 )
 from pyps.torch.consensus import Consensus
 from pyps.torch.waiting import ComputeTimer
@@ -100,8 +100,8 @@ def balanced(
         sampler = UnevenBatchSampler(length, split, rank)
         loader = DataLoader(TensorDataset(torch.arange(length)), batch_sampler=sampler, num_workers=loaders)
     ddp = DistributedDataParallel(net(), process_group=group)
-    hook = weighted_hook(ddp)
-    balance = Rebalancer(sampler, hook, profile)
+    mean = GlobalMean(ddp, sampler)
+    balance = Rebalancer(sampler, mean, profile)
     timer = balance.timer = EmulatedTimer(cost)  # type: ignore[assignment]
     seen, seconds, splits = [], [], []
     for step, (rows,) in enumerate(loader):
@@ -109,7 +109,7 @@ def balanced(
         timer.cost = pace(speeds[rank], rank == 0 and step in slow, times)
         splits.append(len(rows))
         inputs = rows[:, None].float().expand(-1, 8).to(DEVICE) / length
-        square(ddp, inputs, inputs[:, :4]).backward()
+        mean.backward(square(ddp, inputs, inputs[:, :4]))
         seconds.append(timer.cost.seconds(len(rows)))
         balance.step()
     every: list[Any] = [None] * len(speeds)
@@ -133,8 +133,8 @@ def timed(
     """
     norm = UnevenSyncBatchNorm.convert(nn.BatchNorm1d(4), group) if normed else nn.Identity()
     ddp = DistributedDataParallel(nn.Sequential(net(), norm).to(DEVICE), process_group=group)
-    hook = weighted_hook(ddp)
-    timer, inputs = ComputeTimer(hook), torch.ones(2, 8, device=DEVICE)
+    mean = GlobalMean(ddp)
+    timer, inputs = ComputeTimer(mean), torch.ones(2, 8, device=DEVICE)
     for step in range(steps):
         timer.start()
         if meets:
@@ -142,7 +142,7 @@ def timed(
             dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
         loss = square(ddp, inputs, inputs[:, :4])
         time.sleep(slow_seconds if dist.get_rank(group) == 0 else 0.0)
-        loss.backward()
+        mean.backward(loss)
         timer.finish(step)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -158,21 +158,21 @@ def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: 
         DistributedDataParallel(model.to(DEVICE), process_group=group)
         for model in (nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     )
-    timer = ComputeTimer(weighted_hook(makes))
-    weighted_hook(judges)
+    maker, judge = GlobalMean(makes), GlobalMean(judges)
+    timer = ComputeTimer(maker)
     late = slow_seconds / 2 if dist.get_rank(group) == 0 else 0.0
     for step in range(steps):
         timer.start()
         made = makes(torch.ones(2, 4, device=DEVICE))
         time.sleep(late)
         loss = judges(torch.ones(2, 8, device=DEVICE)).mean() - judges(made.detach()).mean()
-        loss.backward()
+        judge.backward(loss)
         if meets:
             time.sleep(late)
             dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
         fools = judges(made).mean()
         time.sleep(late)
-        fools.backward()
+        maker.backward(fools)
         timer.finish(step)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -180,35 +180,35 @@ def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: 
 
 
 def balanced_gan(group: dist.ProcessGroup, speeds: list[float], steps: int, of: int) -> dict[str, Any]:
-    """A GAN's loop with two optimizers. of: whose hook the Rebalancer has: 1 for the critic's."""
+    """A GAN's loop with two optimizers. of: whose GlobalMean the Rebalancer has: 1 for the critic's."""
     rank = dist.get_rank(group)
     makes, judges = (
         DistributedDataParallel(model.to(DEVICE), process_group=group)
         for model in (nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     )
-    hooks = [weighted_hook(model) for model in (makes, judges)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (makes, judges)]
     sampler = UnevenBatchSampler(BATCH * steps, [BATCH // 2] * 2, rank)
-    balance = Rebalancer(sampler, hooks[of])
+    means = [GlobalMean(model, sampler) for model in (makes, judges)]
+    balance = Rebalancer(sampler, means[of])
     balance.timer = EmulatedTimer(pace(speeds[rank], False))  # type: ignore[assignment]
     seen: list[int] = []
     for rows in sampler:
         seen += rows
         made = makes(torch.ones(len(rows), 4, device=DEVICE))
         real = torch.ones(len(rows), 8, device=DEVICE)
-        for optimizer, loss in (
-            (optimizers[1], lambda r=real, m=made: judges(r).mean() - judges(m.detach()).mean()),
-            (optimizers[0], lambda m=made: judges(m).mean()),
+        for k, loss in (
+            (1, lambda r=real, m=made: judges(r).mean() - judges(m.detach()).mean()),
+            (0, lambda m=made: judges(m).mean()),
         ):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
+            optimizers[k].zero_grad()
+            means[k].backward(loss())
+            optimizers[k].step()
         balance.step()
     return {
         "seen": seen,
         "split": list(sampler.split),
         "changes": len(balance.history),
-        "trained": sampler.trained,
+        "epoch": sampler.epoch,
     }
 
 
@@ -220,12 +220,13 @@ def store_is_gone(group: dist.ProcessGroup) -> list[str]:
 
     sampler = UnevenBatchSampler(64, [5, 3], dist.get_rank(group))
     ddp = DistributedDataParallel(net(), process_group=group)
-    balance = Rebalancer(sampler, weighted_hook(ddp), moves=Moves(window=3))
+    mean = GlobalMean(ddp, sampler)
+    balance = Rebalancer(sampler, mean, moves=Moves(window=3))
     said = []
     with mock.patch.object(Consensus, "decision", gone):
         for rows in sampler:
             inputs = torch.tensor(rows, device=DEVICE)[:, None].float().expand(-1, 8)
-            square(ddp, inputs, inputs[:, :4]).backward()
+            mean.backward(square(ddp, inputs, inputs[:, :4]))
             balance.step()
             if balance.steps == 5:  # two of warming up, and a window; its decision is read two steps later
                 said.append("")
@@ -238,13 +239,13 @@ def store_is_gone(group: dist.ProcessGroup) -> list[str]:
 
 
 def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
-    """What weighted_hook warns of, for a model with BatchNorm."""
+    """What GlobalMean warns of, for a model with BatchNorm."""
     model: nn.Module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(DEVICE)
     if converts:
         model = UnevenSyncBatchNorm.convert(model, group)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        weighted_hook(DistributedDataParallel(model, process_group=group))
+        GlobalMean(DistributedDataParallel(model, process_group=group))
     return [str(warning.message) for warning in found if "BatchNorm" in str(warning.message)]
 
 
@@ -254,28 +255,29 @@ def unlike_profile(group: dist.ProcessGroup, more: int | None) -> list[str]:
     own = sum(parameter.numel() for parameter in model.parameters())
     known = ModelInfo(name="other", parameters=None if more is None else own + more)
     sampler = UnevenBatchSampler(96, (4, 4), dist.get_rank(group))
-    hook = weighted_hook(DistributedDataParallel(model, process_group=group))
+    mean = GlobalMean(DistributedDataParallel(model, process_group=group))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        Rebalancer(sampler, hook, msgspec.structs.replace(profile_of(pace(1.0, False)), model=known))
+        Rebalancer(sampler, mean, msgspec.structs.replace(profile_of(pace(1.0, False)), model=known))
     return [str(one.message) for one in found]
 
 
-def forgets(group: dist.ProcessGroup, weighs: bool, balances: bool, split: list[int]) -> list[str]:
+def forgets(group: dist.ProcessGroup, weighs: bool, split: list[int]) -> list[str]:
     """The warnings of two epochs in a loop that does not call what it should."""
-    weighting._weighted = False
+    rounds._weighted = False
     sampler = UnevenBatchSampler(sum(split) * 12, split, dist.get_rank(group))
     ddp = DistributedDataParallel(net(), process_group=group)
-    if balances:
-        Rebalancer(sampler, weighted_hook(ddp))
-    elif weighs:
-        weighted_hook(ddp)
+    mean = GlobalMean(ddp) if weighs else None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
             for rows in sampler:
                 inputs = torch.tensor(rows, device=DEVICE)[:, None].float().expand(-1, 8)
-                square(ddp, inputs, inputs[:, :4]).backward()
+                loss = square(ddp, inputs, inputs[:, :4])
+                if mean is None:
+                    loss.backward()
+                else:
+                    mean.backward(loss)
     return [str(one.message) for one in seen]
 
 
@@ -300,7 +302,8 @@ def accumulated_by_hand(group: dist.ProcessGroup, speeds: list[float], steps: in
     rank = dist.get_rank(group)
     sampler = UnevenBatchSampler(BATCH * 2 * steps, [BATCH // 2] * 2, rank)
     ddp = DistributedDataParallel(net(), process_group=group)
-    balance = Rebalancer(sampler, weighted_hook(ddp, sampler))
+    mean = GlobalMean(ddp, sampler)
+    balance = Rebalancer(sampler, mean)
     balance.timer = TimerOfTwo(pace(speeds[rank], False))  # type: ignore[assignment]
     seen: list[list[int]] = []
     for number, rows in enumerate(sampler, 1):
@@ -308,8 +311,8 @@ def accumulated_by_hand(group: dist.ProcessGroup, speeds: list[float], steps: in
         seen.append(rows)
         if number % 2:
             with ddp.no_sync():
-                (square(ddp, inputs, inputs[:, :4]) / 2).backward()
+                mean.backward(square(ddp, inputs, inputs[:, :4]))
         else:
-            (square(ddp, inputs, inputs[:, :4]) / 2).backward()
+            mean.backward(square(ddp, inputs, inputs[:, :4]))
             balance.step()
-    return {"seen": seen, "split": sampler.split, "changes": len(balance.history), "trained": sampler.trained}
+    return {"seen": seen, "split": sampler.split, "changes": len(balance.history), "epoch": sampler.epoch}

@@ -219,11 +219,11 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed:
 @pytest.mark.timed
 @pytest.mark.parametrize("of", [0, 1])
 def test_a_gan_s_samples_move_to_the_fast_device(ranks: Ranks, of: int) -> None:
-    """Two optimizers and three reductions a step, whichever model's hook the Rebalancer has."""
+    """Two optimizers and three reductions a step, whichever model's GlobalMean the Rebalancer has."""
     slow, quick = ranks.run(2, jobs.balanced_gan, [3.0, 1.0], 40, of)
     assert slow["split"] == quick["split"] == [14, 50]  # 0.0498 and 0.049 s
     assert slow["changes"] == quick["changes"] >= 1
-    assert slow["trained"] == quick["trained"] == 40
+    assert slow["epoch"] == quick["epoch"] == 1
     assert sorted(slow["seen"] + quick["seen"]) == list(range(40 * jobs.BATCH))
 
 
@@ -253,18 +253,13 @@ def test_batch_norm_of_each_rank_alone_is_named_once(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighs", "balances", "split", "expected"),
-    [
-        (False, False, [5, 3], ["neither weighted_hook nor loss_scale"]),
-        (True, False, [5, 3], []),
-        (False, False, [4, 4], []),
-        (True, True, [4, 4], ["no call of step()"]),
-    ],
+    ("weighs", "split", "expected"),
+    [(False, [5, 3], ["but no GlobalMean is in use"]), (True, [5, 3], []), (False, [4, 4], [])],
 )
 def test_a_call_that_was_forgotten_is_named(
-    ranks: Ranks, weighs: bool, balances: bool, split: list[int], expected: list[str]
+    ranks: Ranks, weighs: bool, split: list[int], expected: list[str]
 ) -> None:
-    for warned in ranks.run(2, jobs.forgets, weighs, balances, split):
+    for warned in ranks.run(2, jobs.forgets, weighs, split):
         assert len(warned) == len(expected)
         assert all(part in one for part, one in zip(expected, warned, strict=True))
 
@@ -342,7 +337,7 @@ def test_a_loop_that_takes_two_rounds_a_step(ranks: Ranks) -> None:
     assert sorted(k for one in found for rows in one["seen"] for k in rows) == list(range(jobs.BATCH * 60))
     assert found[0]["changes"] >= 1
     assert found[0]["split"][0] > 1.8 * found[0]["split"][1]
-    assert found[0]["trained"] == 60
+    assert found[0]["epoch"] == 1
 
 
 class OnDevice:
