@@ -45,6 +45,7 @@ class UnevenTraining:
         self._by_items: dict[Any, bool] = {}  # what a loss of these terms is, once it was looked at
         self._items: Any = None  # of the round, in all ranks' batches
         self._part: Any = None  # of the round's loss, where it is in parts
+        self._own_loss: Any = 0.0  # of the round's micro-batches on this rank, where it is not
         super().__init__(*arguments, **options)
         self.add_callback(_Steps(self))
 
@@ -89,7 +90,10 @@ class UnevenTraining:
         }
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Returns the loss so that its mean over ranks, summed over a round, is the mean over its samples."""
+        """Returns the loss so that its mean over ranks, summed over a round, is the mean over its samples.
+
+        Where GlobalMean.loss does not know that, it is this rank's own.
+        """
         step = super().training_step  # type: ignore[misc]
         if self.run.sampler is None:
             return step(model, inputs, num_items_in_batch)
@@ -100,8 +104,12 @@ class UnevenTraining:
             loss = step(model, inputs, num_items_in_batch)
         if self._part is not None:
             return self._part
-        whole = self.run.mean.loss if self.accelerator.sync_gradients else None
-        return torch.zeros_like(loss) if whole is None else whole.to(loss)
+        self._own_loss = self._own_loss + loss
+        if not self.accelerator.sync_gradients:
+            return torch.zeros_like(loss)
+        own, self._own_loss = self._own_loss, 0.0
+        whole = self.run.mean.loss
+        return own if whole is None else whole.to(loss)
 
     def _add(self: Any, model: Any) -> None:
         ddp = getattr(model, "_orig_mod", model)
