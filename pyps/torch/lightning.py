@@ -60,7 +60,9 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
             raise InputError("UnevenStrategy", "accumulate_grad_batches", f"{parts}", expected)
         run, found = super().backward, []
         self.run.backward(closure_loss, lambda loss: found.append(run(loss, *arguments, **options)), parts)
-        return found[0]
+        return (
+            found[0] if found else closure_loss.detach()
+        )  # what a micro-batch refuses, the round's last raises
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         found = super().optimizer_step(*arguments, **options)
