@@ -500,7 +500,8 @@ class GlobalMean:
                 why = "a term is divided by 0" if not unlike else "terms are means over unlike shares"
                 warnings.warn(f"GlobalMean.loss is None: {why}, and a graph keeps no values", stacklevel=3)
                 return None
-            return torch.where(share > 0, share * losses, 0.0).sum() / scale
+            found: torch.Tensor = torch.where(share > 0, share * losses, 0.0).sum() / scale
+            return found
 
         return over_all
 
