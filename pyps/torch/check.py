@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
 from pyps.torch.accumulate import samples_of
-from pyps.torch.global_mean import unweighted
+from pyps.torch.global_mean import mean_of, unweighted
 from pyps.torch.norm import sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
@@ -34,14 +34,17 @@ Loss = Callable[..., torch.Tensor]
 class Cause(Enum):
     """Why a gradient is wrong, and what helps."""
 
-    NONE = "it is the gradient of the mean over all samples"
-    EQUAL_WEIGHTS = "ranks count equally, whatever their batches: weighted_hook(model), or loss_scale"
-    SUM = "ranks are added up, not averaged: weighted_hook(model), or divide the loss"
-    SUM_LOSS = "the loss is a sum over samples: weighted_hook(model, reduction='sum'), or a mean loss"
+    NONE = "it is the gradient of the loss over all samples"
+    EQUAL_WEIGHTS = "ranks count equally, whatever their batches: GlobalMean(model), mean.backward(loss)"
+    SUM = "ranks are added up, not averaged: GlobalMean(model), mean.backward(loss)"
+    SUM_LOSS = "the loss is a sum over samples: GlobalMean(model, reduction='sum'), or a mean loss"
     BATCH_NORM = "BatchNorm sees each rank's batch alone: UnevenSyncBatchNorm.convert(model)"
     RANDOM = "dropout draws differently each time: check with model.eval() or p = 0"
-    NOT_SAMPLES = "the loss is no mean over samples (over targets?): weighted_hook(model, count=...)"
-    UNKNOWN = "none of the usual mistakes; int8, int4 and autocast gradients differ by their rounding"
+    NOT_SAMPLES = "the loss is no mean over samples: mean.backward(loss), or n= what it is a mean over"
+    UNKNOWN = (
+        "none of the usual mistakes: a loss or layer that mixes a batch's samples, or rounding (int8, int4, "
+        "autocast)"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,15 @@ class GradientCheck:
 
 
 def check_gradient(
-    model: nn.Module, loss: Loss, batch: Sequence[Any], plan: PlanLike | None = None
+    model: nn.Module, loss: Loss, batch: Sequence[Any], plan: PlanLike | None = None, *, n: Any = None
 ) -> GradientCheck:
     """Compare on all ranks; gradients, buffers and random states stay as they were.
 
-    model: DistributedDataParallel or from fully_shard, with its hook. loss: (model, *batch) -> the scalar to
-    call backward() on. batch: this rank's tensors, samples in the first dimension. plan: if given, the
-    batches must match it. Every rank needs memory for all ranks' samples. With int8 or int4 call it before
-    training, because it reduces like a step and changes the kept errors. Raises InputError for another model,
-    or batches that are not the plan's.
+    model: DistributedDataParallel or from fully_shard; its GlobalMean is used, if it has one. loss: (model,
+    *batch) -> the scalar to call backward() on. batch: this rank's tensors, samples in the first dimension.
+    plan: if given, the batches must match it. n: as in GlobalMean.backward. Every rank needs memory for all
+    ranks' samples. With int8 or int4 call it before training, because it reduces like a step and changes the
+    kept errors. Raises InputError for another model, or batches that are not the plan's.
     """
     reductions = _reductions_of(model)
     group, module = reductions.group, reductions.module
@@ -82,13 +85,11 @@ def check_gradient(
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
     with _restored(model, reductions.parameters):
         right = reductions.alone(loss, whole)
-        averaged, weighted = reductions.averages(loss, batch, samples_of(batch) / sum(batches))
+        averaged, weighted = reductions.averages(loss, batch, samples_of(tuple(batch)) / sum(batches))
         with reductions.uncounted():
             is_sum = _is_sum(module, loss, whole)
     with _restored(model, reductions.parameters):
-        reduced = _reduced(model, loss, batch, reductions.parameters)
-    if is_sum:
-        right = right / sum(batches)
+        reduced = _reduced(model, loss, batch, reductions.parameters, _step_of(model, n))
     known = _Candidates(right, weighted, averaged, averaged * len(batches), reductions.error)
     return GradientCheck(reductions.error(reduced, right), _cause(reduced, known, module, is_sum), batches)
 
@@ -220,13 +221,37 @@ class _Distance:
         return float((squares[0] / squares[1].clamp_min(1e-300)).sqrt())
 
 
+def _plain(loss: torch.Tensor) -> None:
+    """A backward pass without weights."""
+    with unweighted():
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _step_of(model: nn.Module, n: Any) -> Callable[[torch.Tensor], None]:
+    """The backward pass of a training step: that of the model's GlobalMean, or a plain one."""
+    mean = mean_of(model)
+    if mean is None:
+        return _plain
+
+    def weighed(loss: torch.Tensor) -> None:
+        calls = mean.calls
+        mean.backward(loss, n)
+        mean.calls = calls
+
+    return weighed
+
+
 def _reduced(
-    model: nn.Module, loss: Loss, batch: Sequence[Any], trained: Sequence[nn.Parameter]
+    model: nn.Module,
+    loss: Loss,
+    batch: Sequence[Any],
+    trained: Sequence[nn.Parameter],
+    step: Callable[[torch.Tensor], None] = _plain,
 ) -> torch.Tensor:
-    """The gradient as a training step reduces it: float64 [parameters]."""
+    """The gradient as a backward pass reduces it: float64 [parameters]."""
     for parameter in trained:
         parameter.grad = None
-    loss(model, *batch).backward()  # type: ignore[no-untyped-call]
+    step(loss(model, *batch))
     return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
 
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,15 @@ ALIKE = 1e-9  # relative: shares that are this close are one number, divided in 
 NO_COUNT = math.nan  # a sum that is divided by nothing
 MICRO = "micro-batches under no_sync()"
 _open = 0  # backward passes of GlobalMeans that run now, and unweighted() blocks
+
+
+_means: WeakSet[GlobalMean] = WeakSet()
+
+
+def mean_of(model: torch.nn.Module) -> GlobalMean | None:
+    """The GlobalMean of a model, if it has one."""
+    plain = getattr(model, "_orig_mod", model)
+    return next((one for one in _means if any(wrapped.model is plain for wrapped in one.models)), None)
 
 
 @contextmanager
@@ -131,6 +141,7 @@ class GlobalMean:
         self._wire = first.install_wire(wire, scaler) if wire != "same" else None
         for one in self.models:
             one.watch(self._arrived)
+        _means.add(self)
         note_weights()
         alone = any(sees_own_batch_alone(one.model) for one in self.models)
         if self.ranks > 1 and self._agreement.rank == 0 and alone:

@@ -42,7 +42,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
         """The module with each BatchNorm replaced; parameters and buffers are kept.
 
-        It is for models before their first step, wrapped or not. Raises InputError for a layer that has trained
+        It is for models before their first step, wrapped or not. Raises InputError for a layer that trained
         by its own rank's statistics.
         """
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
