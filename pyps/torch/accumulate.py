@@ -28,7 +28,9 @@ class MicroBatches:
         """As GlobalMean.accumulate()."""
         if (parts is None) == (most is None):
             raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
-        rows, whole = samples_of(batch), isinstance(parts, Sequence)
+        sampler, whole = self._mean.sampler, isinstance(parts, Sequence)
+        known = None if sampler is None or sampler.accumulation > 1 else sampler.samples_now()
+        rows = samples_of(batch) if known is None else known
         if most is not None:
             _check_number("most", most)
             parts = max(1, -(-rows // most))
@@ -115,6 +117,9 @@ def samples_of(batch: Any) -> int:
 
 
 def _lengths(batch: Any, top: bool = False) -> Iterator[int]:
+    if top and isinstance(batch, list) and _may_be_fields(batch) and _looks_like_samples(batch):
+        found = f"a list of {len(batch)} tensors that may be fields or samples"
+        raise InputError("accumulate", "batch", found, "a tuple of fields, or samples in one tensor")
     if isinstance(batch, torch.Tensor):
         if batch.dim():
             yield len(batch)
@@ -126,6 +131,12 @@ def _lengths(batch: Any, top: bool = False) -> Iterator[int]:
             yield from _lengths(one)
     elif isinstance(batch, list):
         yield len(batch)
+
+
+def _may_be_fields(batch: list[Any]) -> bool:
+    """Whether all of a list are tensors of one length."""
+    tensors = [one for one in batch if isinstance(one, torch.Tensor) and one.dim()]
+    return len(tensors) == len(batch) > 0 and len({len(one) for one in tensors}) == 1
 
 
 def _looks_like_samples(batch: list[Any]) -> bool:
@@ -150,8 +161,7 @@ def cut(batch: Any, rows: int, low: int, high: int, name: str = "batch") -> Any:
         return type(batch)(*fields) if hasattr(batch, "_fields") else tuple(fields)
     if not isinstance(batch, list):
         return batch
-    tensors = [one for one in batch if isinstance(one, torch.Tensor)]
-    as_fields = len(tensors) == len(batch) and all(one.dim() and len(one) == rows for one in tensors)
+    as_fields = _may_be_fields(batch) and len(batch[0]) == rows
     as_fields = as_fields or (name == "batch" and not _looks_like_samples(batch))
     if as_fields and len(batch) == rows and _looks_like_samples(batch):
         expected = "a tuple of fields, or samples in one tensor"

@@ -33,8 +33,7 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.agreement import Agreement
 from pyps.torch.consensus import DEADLINE_SECONDS
-from pyps.torch.norm import note_trained
-from pyps.torch.norm import sees_own_batch_alone
+from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire

@@ -210,6 +210,14 @@ class Rounds(ABC):
 
     _last_round: tuple[int, int] | None = None
 
+    def samples_now(self) -> int | None:
+        """This rank's samples of the round that is computed now; None where that is not known."""
+        reader = self._training()
+        if reader is None or reader.epoch != self.epoch or reader.position != self.position:
+            return None
+        found = self.round_samples(self._rounds_of(reader) - 1)
+        return None if found is None else found[1]
+
     def has_read(self) -> bool:
         """Whether a loop that goes on has taken batches."""
         return any(one.is_alive and one.taken for one in self._readers)

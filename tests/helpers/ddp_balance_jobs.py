@@ -158,21 +158,21 @@ def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: 
         DistributedDataParallel(model.to(DEVICE), process_group=group)
         for model in (nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     )
-    maker, judge = GlobalMean(makes), GlobalMean(judges)
-    timer = ComputeTimer(maker)
+    mean = GlobalMean([makes, judges])
+    timer = ComputeTimer(mean)
     late = slow_seconds / 2 if dist.get_rank(group) == 0 else 0.0
     for step in range(steps):
         timer.start()
         made = makes(torch.ones(2, 4, device=DEVICE))
         time.sleep(late)
         loss = judges(torch.ones(2, 8, device=DEVICE)).mean() - judges(made.detach()).mean()
-        judge.backward(loss)
+        mean.backward(loss)
         if meets:
             time.sleep(late)
             dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
         fools = judges(made).mean()
         time.sleep(late)
-        maker.backward(fools)
+        mean.backward(fools)
         timer.finish(step)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the ranks of UnevenSyncBatchNorm's tests do: train, beside one process with all samples, in float64."""
+"""What the ranks of UnevenSyncBatchNorm's tests do: train, beside one process with all samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ddp_tools import flat, mine, numbers, off, square
 from device import DEVICE
 from torch import nn
@@ -75,15 +74,15 @@ def training_errors(
 
 
 def without_targets(group: Group, batches: list[int]) -> float:
-    """The first rank's samples have no targets, so its loss weighs nothing, but its samples are normalised."""
+    """The first rank has no targets: its loss weighs nothing, but its samples are normalised."""
     alone = normed()
     ddp, mean = wrapped(group, alone)
     inputs, targets = numbers(1, sum(batches), torch.float64)
     labels = targets.argmax(1)
     labels[: batches[0]] = -100
-    F.cross_entropy(alone(inputs), labels).backward()
+    torch.nn.functional.cross_entropy(alone(inputs), labels).backward()
     own = mine(batches, group)
-    mean.backward(F.cross_entropy(ddp(inputs[own]), labels[own]))
+    mean.backward(torch.nn.functional.cross_entropy(ddp(inputs[own]), labels[own]))
     return off(flat(p.grad for p in ddp.parameters()), flat(p.grad for p in alone.parameters()))
 
 

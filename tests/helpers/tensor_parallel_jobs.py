@@ -77,7 +77,7 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
     for number in range(3):
         whole = numbers(number, sum(batches), torch.float64)
         low = sum(batches[:rank])
-        batch = [x[low : low + batches[rank]] for x in whole]
+        batch = tuple(x[low : low + batches[rank]] for x in whole)
         for parameter in (*parameters, *alone.parameters()):
             parameter.grad = None
         square(alone, *whole).backward()
@@ -112,7 +112,9 @@ def noise(group: dist.ProcessGroup, kind: str, batches: list[int]) -> tuple[list
     alone = Blocks().double()
     model = divided(copy.deepcopy(alone), mesh, kind)
     rank = mesh.get_local_rank("dp")
-    mean = GlobalMean(model)
+    sampler = UnevenBatchSampler(sum(batches), batches, rank)
+    mean = GlobalMean(model, sampler)
+    next(iter(sampler))
     measured = GradientNoise(mean, 0.0)
     whole = numbers(0, sum(batches), torch.float64)
     low = sum(batches[:rank])
@@ -163,11 +165,3 @@ def trained(
     if folder is not None:
         refused = said(lambda: pyps.torch.save(folder, model, optimizer, sampler, step=1, **state))
     return {"rank": rank, "seen": seen, "splits": splits, "said": refused}
-
-
-def unlike_peers(group: dist.ProcessGroup) -> str:
-    """What is said where two peers have other batches."""
-    mesh = mesh_of(group)
-    model = divided(Blocks(), mesh, "FSDP2")
-    mean = GlobalMean(model)
-    return said(lambda: mean.backward(square(model, *numbers(0, 4 + dist.get_rank(group)))))

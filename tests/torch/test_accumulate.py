@@ -48,7 +48,7 @@ def test_a_sample_of_a_batch(batch: Any, first: Any) -> None:
         ),
         ((torch.zeros(4, 2), IMAGES), r"batch\[1\]: found a list of 3; expected one of 4"),
         ((torch.zeros(3, 2), IMAGES), r"batch\[1\]: found a list of 3 that may be fields or samples"),
-        ([torch.zeros(2, 5), torch.zeros(2, 5)], "found a list of 2 that may be fields or samples"),
+        ([torch.zeros(2, 5), torch.zeros(2, 5)], "found a list of 2 tensors that may be fields or samples"),
         (3, "batch: found int; expected tensors with samples in the first dimension"),
     ],
 )

@@ -24,7 +24,7 @@ from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
 from pyps.torch import GradientNoise, Moves, Rebalancer, SplitChange, to_sink
-from pyps.torch.waiting import ComputeTimer, Waiting
+from pyps.torch.waiting import ComputeTimer
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
@@ -344,10 +344,7 @@ class OnDevice:
     """A hook on a device that this machine may lack."""
 
     def __init__(self, name: str) -> None:
-        self.waiting = Waiting(torch.device(name))
-
-    def meetings(self) -> int:
-        return 0
+        self.device = torch.device(name)
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu:1"])
