@@ -103,7 +103,8 @@ bench: .venv/bench
 	$(PY) benchmarks/checkpoint.py --docs
 	$(PY) benchmarks/modes.py --docs
 	$(PY) benchmarks/data.py --docs
-	$(PY) benchmarks/outside.py --docs
+	$(PY) benchmarks/outside/measured.py --docs
+	$(PY) benchmarks/outside/generated.py --docs
 
 papers: .venv/dev
 	$(PY) benchmarks/papers/papers.py --docs
