@@ -73,12 +73,8 @@ lint: .venv/dev types
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $(C_FILES)
 
-# The packages as they are installed, out of links: mypy reads no package-dir mapping.
 types: .venv/dev
-	@rm -rf build/typed && mkdir -p build/typed/pyps
-	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
-	@ln -s $(CURDIR)/pyps_commands.py build/typed/
-	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
+	.venv/bin/mypy -p pyps
 
 bench: .venv/bench
 	$(PY) benchmarks/core.py --docs
