@@ -33,7 +33,7 @@ PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
 SUBCOMMANDS = {
     "pyps": ("run", "top", "report", "serve", "profile", "plan", "simulate", "export", "keys", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
-    "pyps-plan": ("what-if", "pareto"),
+    "pyps-plan": ("what-if", "pareto", "which"),
 }
 NESTED = {("pyps", "shm"): ("ls", "gc"), ("pyps", "keys"): ("add", "revoke", "ls")}
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\n")
