@@ -48,7 +48,7 @@ class Samples(msgspec.Struct, frozen=True):
     source: str
 
 
-class Way(msgspec.Struct, frozen=True):
+class TrainingWay(msgspec.Struct, frozen=True):
     """A way to train.
 
     kind: ranks of DDP or FSDP2 that reduce around a ring, workers of a store that wait for rounds ("store"),
@@ -104,19 +104,19 @@ STORE = "pyps run, worker.batches() and worker.step(); any network"
 
 INT8 = RunTable(codec="int8", pull_codec="int8")
 RINGS = (
-    Way("ddp, planned", "ring", EXACT, RING),
-    Way(
+    TrainingWay("ddp, planned", "ring", EXACT, RING),
+    TrainingWay(
         "ddp, planned, int8",
         "ring",
         NEARLY,
         f"{RING}(wire='int8')",
         RunTable(codec="int8", pull_codec="int8"),
     ),
-    Way("fsdp2, planned", "ring", EXACT, f"{RING}, fully_shard", sharding=Sharding(stage=3)),
+    TrainingWay("fsdp2, planned", "ring", EXACT, f"{RING}, fully_shard", sharding=Sharding(stage=3)),
 )
 STORES = (
-    Way("bsp", "store", EXACT, STORE, RunTable(policy="bsp", codec="plan")),
-    Way(
+    TrainingWay("bsp", "store", EXACT, STORE, RunTable(policy="bsp", codec="plan")),
+    TrainingWay(
         "quorum",
         "store",
         Samples(0.9, 1.03, 1.3, ON_CONVEX),
@@ -124,12 +124,12 @@ STORES = (
         RunTable(policy="quorum", codec="plan"),
         0.1,
     ),
-    Way("hps", "late", LATE, STORE, RunTable(policy="hps", codec="plan", pipeline=True), 1.0),
-    Way("asp", "late", LATE, STORE, RunTable(policy="asp", codec="plan"), 1.0),
-    Way("saps", "late", LATE, STORE, RunTable(policy="saps", codec="plan"), 1.0),
-    Way("r2sp", "late", LATE, STORE, RunTable(policy="r2sp", codec="plan"), 1.0),
+    TrainingWay("hps", "late", LATE, STORE, RunTable(policy="hps", codec="plan", pipeline=True), 1.0),
+    TrainingWay("asp", "late", LATE, STORE, RunTable(policy="asp", codec="plan"), 1.0),
+    TrainingWay("saps", "late", LATE, STORE, RunTable(policy="saps", codec="plan"), 1.0),
+    TrainingWay("r2sp", "late", LATE, STORE, RunTable(policy="r2sp", codec="plan"), 1.0),
     *(
-        Way(
+        TrainingWay(
             f"local steps {count}, {codec}",
             "local",
             Samples(0.6, middle, high, LOCAL),
@@ -221,7 +221,7 @@ def _of_store(cluster: Cluster, profiles: Sequence[Profile], run: RunTable) -> C
     return msgspec.structs.replace(cluster, run=run, sync=None, sharding=None, simulation=simulation)
 
 
-def _store(cluster: Cluster, profiles: Sequence[Profile], way: Way) -> tuple[float, int]:
+def _store(cluster: Cluster, profiles: Sequence[Profile], way: TrainingWay) -> tuple[float, int]:
     """Seconds a sample of a way over the store, and its workers."""
     scenario = way_scenario(cluster, profiles, way.run)
     rounds = max(4, ROUNDS // (way.run.local_steps or 1))
@@ -245,7 +245,7 @@ def _of_ring(cluster: Cluster, sharding: Sharding | None = None, run: RunTable =
     return msgspec.structs.replace(cluster, worker=groups, run=run, sync=sync, sharding=sharding)
 
 
-def _ring(cluster: Cluster, profiles: Sequence[Profile], way: Way) -> tuple[float, int]:
+def _ring(cluster: Cluster, profiles: Sequence[Profile], way: TrainingWay) -> tuple[float, int]:
     """Seconds a sample of ranks with planned batches, and how many they are."""
     plan = make_plan(_of_ring(cluster, way.sharding, way.run), profiles, ROUND)
     used = [worker for worker in plan.workers if worker.batch]
@@ -276,7 +276,7 @@ def _on_fewer(cluster: Cluster, profiles: Sequence[Profile], left_out: dict[str,
         left_out[name] = str(error)
         return []
     pace *= _slowed_by_noise(cluster, profiles, plan)
-    way = Way(f"ddp, equal batches on {count} of {len(ranks)}", "ring", EXACT, "torch's DDP as it is")
+    way = TrainingWay(f"ddp, equal batches on {count} of {len(ranks)}", "ring", EXACT, "torch's DDP as it is")
     return [_ranked(cluster, way, pace, count)]
 
 
@@ -299,7 +299,7 @@ def _best_equal(constrained: ConstrainedProblem, total: int) -> tuple[float, int
     return min(found)
 
 
-def _ranked(cluster: Cluster, way: Way, pace: float, workers: int) -> Ranked:
+def _ranked(cluster: Cluster, way: TrainingWay, pace: float, workers: int) -> Ranked:
     samples = way.samples
     noise = cluster.goodput.noise_scale if cluster.goodput is not None else None
     if noise is not None and way.lateness:
@@ -312,7 +312,7 @@ def _ranked(cluster: Cluster, way: Way, pace: float, workers: int) -> Ranked:
     return Ranked(way.name, way.kind, pace, to_loss, samples, workers, way.needs, _why(way), run)
 
 
-def _why(way: Way) -> str:
+def _why(way: TrainingWay) -> str:
     if way.run.pipeline:
         return "transfers overlap with the next step's compute, and gradients are a step late"
     if way.run.policy == "r2sp":
