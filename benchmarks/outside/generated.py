@@ -1,7 +1,7 @@
 """Plans made from half of the points of generated curves, valued on the whole curves.
 
-    python benchmarks/outside/generated.py [--seeds 20] [--family NAME] [--docs]
-    python benchmarks/outside/generated.py --cliffs [--seeds 20] [--docs]
+    python benchmarks/outside/generated.py [--seeds 20] [--family NAME] [--save]
+    python benchmarks/outside/generated.py --cliffs [--seeds 20] [--save]
 
 The planner sees every second point of each device's curve. Its split is timed on the whole curve, without the
 noise of its points, and compared with the fastest split of the whole curve: 1.00 is the best that can be.
@@ -344,13 +344,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--family", choices=FAMILIES)
     parser.add_argument("--cliffs", action="store_true", help="plans that know all of a cliff but its place")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.cliffs:
         text = f"{record.machine()}. {options.seeds} seeds.\n\n{without_the_place(options.seeds)}"
         print(text)
-        if options.docs:
-            record.write_section("outside-cliffs", text)
+        if options.save:
+            record.save_table("outside-cliffs", text)
         return
     tails = ["p90", "interpolation's", "worst", "plans off", "points off", "in band"]
     heading = ["curves", "clusters", *PLANNERS, EVEN, *tails]
@@ -366,8 +366,8 @@ def main() -> None:
         f"{record.table(rows)}\n\n" + ("; ".join(short) if short else "All that is promised is kept.")
     )
     print(text)
-    if options.docs:
-        record.write_section("outside-generated", text)
+    if options.save:
+        record.save_table("outside-generated", text)
     sys.exit(bool(short))
 
 

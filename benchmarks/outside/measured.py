@@ -1,6 +1,6 @@
 """Plans made from some of the points that others measured, valued on all of them.
 
-    python benchmarks/outside/measured.py [--seeds 20] [--set NAME] [--csv FILE] [--docs]
+    python benchmarks/outside/measured.py [--seeds 20] [--set NAME] [--csv FILE] [--save]
 
 A set is a table of model, device, batch, seconds in curves/, with its source at its head; --csv takes
 another one. The planner sees every second size of a curve, or, where a curve has more than 64, the powers of
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--set", choices=SETS)
     parser.add_argument("--csv", type=Path, help="another table of model, device, batch, seconds")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     names = [options.set] if options.set else SETS
     paths = [options.csv] if options.csv else [FOLDER / f"{name}.csv" for name in names]
@@ -156,8 +156,8 @@ def main() -> None:
         f"{record.table([HEADING, *(one.row() for one in found)])}"
     )
     print(text)
-    if options.docs:
-        record.write_section("outside", text)
+    if options.save:
+        record.save_table("outside", text)
 
 
 if __name__ == "__main__":
