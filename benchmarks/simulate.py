@@ -21,7 +21,7 @@ from record import kept_at, machine, save_table, table
 from pyps.formats import Jitter
 from pyps.simulate import Result, Scenario, SimWorker, simulate
 
-POLICIES = ("ssp", "r2sp", "bsp", "saps")
+POLICIES = ("ssp", "r2sp", "bsp", "saps:threshold=fixed")
 FULL = ("ssp", "r2sp")
 FULL_ITERATIONS, FULL_SECONDS = 100, 60.0
 
