@@ -1,4 +1,4 @@
-"""Whether `pyps-plan which` names the right way: python benchmarks/which.py [--clusters 30] [--docs].
+"""Whether `pyps-plan which` names the right way: python benchmarks/which.py [--clusters 30] [--save].
 
 Random clusters: two to eight devices (at most 1.5, 4 or 10 times as slow as the fastest), links on which a
 push and a pull take 0.02 to 8 times an iteration's compute, a server whose link is one to many of them, steps
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from record import Kept, machine, table, write_section
+from record import Kept, machine, save_table, table
 
 from pyps.formats import Cluster, Device, Jitter, Job, ModelInfo, Point, Profile, Simulation, WorkerGroup
 from pyps.native.values import OUTER
@@ -213,7 +213,7 @@ def main() -> None:
     )
     parser.add_argument("--clusters", type=int, default=30)
     parser.add_argument("--kept", type=Path, help="a file of what was found, for one that goes on")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     np.seterr(all="ignore")  # ways that diverge
     kept, found = Kept(options.kept), []
@@ -228,8 +228,8 @@ def main() -> None:
         rows.append([rule, f"{middle:.2f}", f"{late:.2f}", f"{max(times):.2f}"])
     text = f"{machine()}. {len(found)} clusters.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("which", text)
+    if options.save:
+        save_table("which", text)
 
 
 if __name__ == "__main__":
