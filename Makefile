@@ -8,8 +8,9 @@
 #   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
 #   make lint      formatting, style and types
-#   make bench     the benchmarks, each with its rival in the same run
-#   make papers    what the four systems promise, measured against tuned rivals, into docs/results: hours
+#   make bench     the benchmarks, each with its rival in the same run; tables go to bench-out/
+#   make bench-gpu, bench-local, bench-internet, bench-peers  on a GPU; of local steps; a thousand workers; other systems
+#   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: hours
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: half an hour;
@@ -36,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
+.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench bench-gpu bench-local bench-internet bench-peers papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -72,47 +73,71 @@ lint: .venv/dev types
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $(C_FILES)
 
-# The packages as they are installed, out of links: mypy reads no package-dir mapping.
 types: .venv/dev
-	@rm -rf build/typed && mkdir -p build/typed/pyps
-	@ln -s $(CURDIR)/pyps/* $(CURDIR)/solver $(CURDIR)/profiler build/typed/pyps/
-	@ln -s $(CURDIR)/pyps_commands.py build/typed/
-	cd build/typed && ../../.venv/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p pyps
+	.venv/bin/mypy -p pyps
 
 bench: .venv/bench
-	$(PY) benchmarks/core.py --docs
-	$(PY) benchmarks/master.py --docs
-	$(PY) benchmarks/look.py --docs
-	$(PY) benchmarks/bus.py --docs
-	$(PY) benchmarks/small_steps.py --docs
-	$(PY) benchmarks/pages.py --docs
-	$(PY) benchmarks/peers.py --docs
-	$(PY) benchmarks/pulls.py --docs
-	$(PY) benchmarks/remote.py --docs
-	$(PY) benchmarks/shards.py --docs
-	$(PY) benchmarks/solver.py --docs
-	$(PY) benchmarks/ddp.py --docs
-	$(PY) benchmarks/fsdp.py --docs
-	$(PY) benchmarks/adaptive.py --docs
-	$(PY) benchmarks/simulate.py --full --docs
-	$(PY) benchmarks/learning_rate.py --docs
-	$(PY) benchmarks/learning_rate.py --workers 32 --docs
-	$(PY) benchmarks/learning_rate.py --counts --docs
-	$(PY) benchmarks/pipelined.py --docs
-	$(PY) benchmarks/checkpoint.py --docs
-	$(PY) benchmarks/modes.py --docs
-	$(PY) benchmarks/data.py --docs
-	$(PY) benchmarks/outside.py --docs
+	$(PY) benchmarks/core.py --save
+	$(PY) benchmarks/threads.py --save
+	$(PY) benchmarks/master.py --save
+	$(PY) benchmarks/look.py --save
+	$(PY) benchmarks/bus.py --save
+	$(PY) benchmarks/small_steps.py --save
+	$(PY) benchmarks/pages.py --save
+	$(PY) benchmarks/peers.py --save
+	$(PY) benchmarks/pulls.py --save
+	$(PY) benchmarks/remote.py --save
+	$(PY) benchmarks/shards.py --save
+	$(PY) benchmarks/solver.py --save
+	$(PY) benchmarks/ddp.py --save
+	$(PY) benchmarks/fsdp.py --save
+	$(PY) benchmarks/adaptive.py --save
+	$(PY) benchmarks/simulate.py --full --save
+	$(PY) benchmarks/learning_rate.py --save
+	$(PY) benchmarks/learning_rate.py --workers 32 --save
+	$(PY) benchmarks/learning_rate.py --counts --save
+	$(PY) benchmarks/lookahead.py --save
+	$(PY) benchmarks/pipelined.py --save
+	$(PY) benchmarks/checkpoint.py --save
+	$(PY) benchmarks/modes.py --save
+	$(PY) benchmarks/data.py --save
+	$(PY) benchmarks/prediction.py --save
+	$(PY) benchmarks/prediction.py --short --save
+	$(PY) benchmarks/outside/measured.py --save
+	$(PY) benchmarks/outside/generated.py --save
+	$(PY) benchmarks/which.py --save
 
 papers: .venv/dev
-	$(PY) benchmarks/papers/papers.py --docs
-	$(PY) benchmarks/papers/staleness.py --docs
-	$(PY) benchmarks/papers/turns.py --docs
-	$(PY) benchmarks/papers/gaps.py --docs
-	$(PY) benchmarks/noise.py --docs
-	$(PY) benchmarks/noise.py --condition 30 --docs
-	$(PY) benchmarks/networks.py --docs
-	$(PY) benchmarks/networks.py --real --docs
+	$(PY) benchmarks/papers/papers.py --save
+	$(PY) benchmarks/papers/staleness.py --save
+	$(PY) benchmarks/papers/turns.py --save
+	$(PY) benchmarks/papers/gaps.py --save
+	$(PY) benchmarks/noise.py --save
+	$(PY) benchmarks/noise.py --condition 30 --save
+	$(PY) benchmarks/networks.py --save
+	$(PY) benchmarks/networks.py --real --save
+
+bench-gpu: .venv/bench
+	$(PY) benchmarks/gpu_profile.py --save
+	$(PY) benchmarks/gpu_ddp.py --save
+	$(PY) benchmarks/gpu_exchange.py --save
+	$(PY) benchmarks/ddp.py hook --device cuda --save
+
+bench-local: .venv/dev
+	$(PY) benchmarks/local_steps.py --save
+	$(PY) benchmarks/local_samples.py --save
+	$(PY) benchmarks/local_link.py --save
+	$(PY) benchmarks/local_link.py --mbit 8 --save
+
+bench-internet: .venv/dev
+	$(PY) benchmarks/internet.py --save
+	$(PY) benchmarks/internet.py --loss --save
+	$(PY) benchmarks/internet_server.py --save
+
+bench-peers: .venv/bench
+	$(PY) benchmarks/peers/run.py --save
+	$(PY) benchmarks/adaptive.py --adaptdl --save
+	$(PY) benchmarks/long_run.py --minutes 24 --width 96 --layers 2 --sample-seconds 0.1 --save
 
 .venv/bench: .venv/dev
 	$(PIP) -e '.[bench]'

@@ -1,14 +1,14 @@
 """A global batch that grows with the gradients' noise, against batches that stay, on an emulated cluster.
 
-    python benchmarks/adaptive.py [--seeds 3] [--docs]
-    python benchmarks/adaptive.py --adaptdl [--docs]    (adaptdl 0.2.11 installed)
+    python benchmarks/adaptive.py [--seeds 3] [--save]
+    python benchmarks/adaptive.py --adaptdl [--save]    (adaptdl 0.2.11 installed)
 
 Four ranks, all in this process, train on the digits until a loss is reached; time is virtual, that of devices
 which take 1, 1.4, 2 and 2.9 times as long. The noise scale is measured as GradientNoise does; AdaptiveBatch's
 own rules choose the batch and the learning rate. Batches that stay have the fastest split and the same rule
-for the learning rate (AdaScale, from the batch at first). With --docs the table goes to
-docs/results/benchmarks.md. With --adaptdl it is compared with AdaptDL's rule, of its own package, which knows
-one batch for all ranks; then the table goes to docs/results/peers.md.
+for the learning rate (AdaScale, from the batch at first). With --save the table goes to
+bench-out/. With --adaptdl it is compared with AdaptDL's rule, of its own package, which knows one batch for
+all ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=120, help="at most")
     parser.add_argument("--adaptdl", action="store_true", help="against AdaptDL's rule")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ways: dict[str, dict[str, Any]] = {f"{batch}": {"batch": batch, "least": None} for batch in FIXED}
@@ -104,13 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = record.table(rows_of(found)[0])
         text = f"{rows}\n\nDigits to a loss of {TARGET}, {options.seeds} seeds, medians"
         print(text)
-        if options.docs:
-            record.write_section("adaptdl", f"{text}; {record.machine()}.", "peers.md")
+        if options.save:
+            record.save_table("adaptdl", f"{text}; {record.machine()}.", "peers.md")
         return 0
     well, text = summary(found, options.seeds)
     print(text, flush=True)
-    if options.docs:
-        record.write_section("adaptive", f"{record.machine()}.\n\n{text}")
+    if options.save:
+        record.save_table("adaptive", f"{record.machine()}.\n\n{text}")
     return 0 if well else 1
 
 

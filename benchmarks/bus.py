@@ -1,4 +1,4 @@
-"""A worker's steps over a bus, on a device that is emulated: python benchmarks/bus.py [--docs].
+"""A worker's steps over a bus, on a device that is emulated: python benchmarks/bus.py [--save].
 
 The device computes by sleeping, so that the processor is free as a GPU's host is, and within a step it
 waits for no host; its memory is the host's, and a thread each way copies as fast as the bus. The worker has
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import machine, milliseconds, others_share, seconds_of, table, write_section
+from record import machine, milliseconds, others_share, save_table, seconds_of, table
 from torch import nn
 
 import pyps
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [["model", "steps", "compute, ms", "bus, both ways", "transfer", "step, ms", "bound"]]
@@ -178,8 +178,8 @@ def main() -> None:
     speed += f"; {options.threads} threads"
     text = f"{machine()}, others {others[0]:.0%}; {speed}.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("bus", text)
+    if options.save:
+        save_table("bus", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: python benchmarks/checkpoint.py [--saves 10] [--size NAME] [--docs].
+"""What checkpoints cost a run: python benchmarks/checkpoint.py [--saves 10] [--size NAME] [--save].
 
 Two ranks of one thread each train with AdamW on a machine of two cores, so that a save has no idle core to
 use. Of the steps from one save to the next, the first half runs while the save is made and the other half
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from record import machine, milliseconds, others_share, table, write_section
+from record import machine, milliseconds, others_share, save_table, table
 
 from pyps.checkpoint.folder import FOLDER, find_checkpoint
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--saves", type=int, default=10)
     parser.add_argument("--size", choices=SIZES, nargs="*", default=list(SIZES))
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     default = interval_of(CHECKPOINT_EVERY, "checkpoint_every").seconds
     heading = ["parameters", "step ms", "checkpoint MB", "save ms", "one save costs ms", "without saves"]
@@ -153,8 +153,8 @@ def main() -> int:
         f"default interval, {CHECKPOINT_EVERY}, {worst:.3%} of the time is lost (threshold: {BOUND:.0%})"
     )
     print(text)
-    if options.docs:
-        write_section("checkpoint", text)
+    if options.save:
+        save_table("checkpoint", text)
     return int(worst > BOUND)
 
 

@@ -1,10 +1,10 @@
 """Every operation of the C core against memcpy, in one run, and of torch, bitsandbytes and NumPy.
 
-    python benchmarks/core.py [--parameters 25000000] [--rounds 9] [--docs]
+    python benchmarks/core.py [--parameters 25000000] [--rounds 9] [--save]
 
 One thread, interleaved rounds, medians with the range. A ratio is the time over that of memcpy of the same
-fp32 array; bytes are what an operation must read and write of each parameter. With --docs the table and its
-picture go to docs/, a table for each instruction set (PYPS_ISA chooses one; the picture shows the best).
+fp32 array; bytes are what an operation must read and write of each parameter. With --save the table and its
+picture go to bench-out/, a table for each instruction set (PYPS_ISA chooses one; the picture shows the best).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from record import DOCS, machine, milliseconds, seconds_of, table, write_section
+from record import kept_at, machine, milliseconds, save_table, seconds_of, table
 from threads import deepspeed_adam, set_rivals_threads, shared, stepping
 
 from pyps import Hyper, Store
@@ -318,7 +318,7 @@ def draw(operations: list[Operation], times: dict[str, list[float]]) -> None:
     axes.set_xlabel("time over memcpy's (log); light: others; orange: our threshold")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(DOCS / "images" / "core.png", dpi=120)
+    figure.savefig(kept_at("core.png"), dpi=120)
 
 
 def main() -> None:
@@ -326,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     n = options.parameters
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
@@ -347,11 +347,11 @@ def main() -> None:
     text = f"{head}{table(rows(ours + theirs, times, n))}\n\n{table(lines)}"
     threads = head + shared(n, options.rounds)
     print(f"{text}\n\n{threads}")
-    if options.docs:
+    if options.save:
         if "PYPS_ISA" not in os.environ:
             draw(ours + theirs, times)
-        write_section(f"core-{isa()}", text)
-        write_section(f"threads-{isa()}", threads)
+        save_table(f"core-{isa()}", text)
+        save_table(f"threads-{isa()}", threads)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Whether data loading overlaps with training: python benchmarks/data.py [--iterations N] [--repeats N]
-[--docs].
+[--save].
 
 Three emulated devices (a step of b samples lasts exactly T(b)) train on a data set of 1 ms a sample, with two
 loader processes for each rank. An iteration should last as long as the longer of compute and loading:
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from record import machine, milliseconds, others_share, table, write_section
+from record import machine, milliseconds, others_share, save_table, table
 
 from pyps.formats import Device, Fit, ModelInfo, Point, Profile, read_cluster, write_json
 from pyps.formats.records import read_run
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     cases = [case for k, case in enumerate(CASES) if options.cases is None or k in options.cases]
     rows, reached = [["case", "nominal ms", "measured ms", "of what is expected"]], []
@@ -199,8 +199,8 @@ def main() -> int:
     lines = "\n".join(f"- {'met' if met else 'missed'}: {text}" for met, text in reached)
     text = f"{machine()}; others kept {busy[0]:.0%} of it busy.\n\n{table(rows)}\n\n{lines}"
     print(text)
-    if options.docs:
-        write_section("data", text)
+    if options.save:
+        save_table("data", text)
     return int(not all(met for met, _ in reached))
 
 

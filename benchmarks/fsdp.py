@@ -1,13 +1,13 @@
 """Uneven batches on FSDP2 and HSDP: emulated devices, compared with their plan.
 
-    python benchmarks/fsdp.py [--steps 60] [--docs]
+    python benchmarks/fsdp.py [--steps 60] [--save]
 
 Four gloo ranks whose blocks take 1, 1.4, 2 and 2.9 times as long, with FSDP2's collectives between them. In
 two runs the first device becomes twice as slow; 30 steps later its steps count. Each run is compared with its
 plan: the exact split for the devices' profiles, plus the seconds of its collectives. Those are measured
 first, of FSDP2 and of HSDP, as the time of a step beyond the device's own part when all devices are equal.
-"own time" is how far what the Rebalancer measures of a rank is from what its device takes. With --docs the
-table goes to docs/results/benchmarks.md.
+"own time" is how far what the Rebalancer measures of a rank is from what its device takes. With --save the
+table goes to bench-out/.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--steps", type=int, default=72, help="of each run")
     parser.add_argument("--scale", type=float, default=1.0, help="of all emulated times")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     with record.others_share() as others:
         well, text = compare(options)
     said = f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile."
     print(said, flush=True)
-    if options.docs:
-        record.write_section("fsdp", f"{record.machine()}.\n\n{said}")
+    if options.save:
+        record.save_table("fsdp", f"{record.machine()}.\n\n{said}")
     return 0 if well else 1
 
 

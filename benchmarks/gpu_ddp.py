@@ -1,4 +1,4 @@
-"""Uneven DDP between unlike shares of one GPU: python benchmarks/gpu_ddp.py [--docs].
+"""Uneven DDP between unlike shares of one GPU: python benchmarks/gpu_ddp.py [--save].
 
 Two ranks of a built-in CNN train on one GPU. NVIDIA's multi-process service gives them 70 and 30 % of its
 multiprocessors; where it cannot be started they have equal shares, and the output says so. Gloo sums the
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from gpu_profile import SHARES, multi_process_service
-from record import machine, table, write_section
+from record import machine, save_table, table
 
 STEPS, WARM_UP = 60, 3
 DEADLINE_SECONDS = 150
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="of both ranks together")
     parser.add_argument("--on", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rank", action="store_true", help="be one of the ranks")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.rank:
         train(options.model, options.batch, options.on)
@@ -113,8 +113,8 @@ def main() -> None:
     history = "; ".join(found["rebalanced"]["history"])
     text = f"{options.model} on {name}, {shares}, gloo. {machine()}.\n\n{table(rows)}\n\n{history}"
     print(text)
-    if options.docs:
-        write_section("gpu-ddp", text)
+    if options.save:
+        save_table("gpu-ddp", text)
 
 
 if __name__ == "__main__":

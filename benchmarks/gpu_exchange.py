@@ -1,4 +1,4 @@
-"""What the store costs a worker on a GPU: python benchmarks/gpu_exchange.py [--docs].
+"""What the store costs a worker on a GPU: python benchmarks/gpu_exchange.py [--save].
 
 One worker trains a wide network on one GPU, serially and in a pipeline of two. Its step is compared with
 forward and backward alone, and divided into what its records say: compute (with what is left of the
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import machine, table, write_section
+from record import machine, save_table, table
 from torch import nn
 
 import pyps
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=["f32", "bf16", "int8"])
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
     parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen = product(options.parameters, options.forms, options.optimizers, STEP)
@@ -117,8 +117,8 @@ def main() -> None:
     name = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
     text = f"{name}, batch {options.batch}. {machine()}.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("gpu-exchange", text)
+    if options.save:
+        save_table("gpu-exchange", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One GPU as several unequal devices, profiled, planned and run: python benchmarks/gpu_profile.py [--docs].
+"""One GPU as several unequal devices, profiled, planned and run: python benchmarks/gpu_profile.py [--save].
 
 NVIDIA's multi-process service gives each client a share of the GPU's multiprocessors
 (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), which makes real devices of unequal speed out of one. Where the driver
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prediction import CPU_PAIR, LARGEST, MODELS, Client, profile_together, run_plan, sizes
-from record import machine, table, write_section
+from record import machine, save_table, table
 
 from pyps.formats import read_profile
 
@@ -67,7 +67,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     largest = LARGEST if device == "cpu" else GPU_LARGEST
@@ -99,8 +99,8 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device != "cpu" else "CPU"
     text = f"{name} ({how}). {machine()}.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("gpu", text)
+    if options.save:
+        save_table("gpu", text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A thousand unlike workers behind unlike links, where one dies every few seconds, in virtual time:
 
-    python benchmarks/internet.py [--workers 1000] [--hours 6] [--seeds 3] [--ways 0,5] [--keep FILE] [--docs]
-    python benchmarks/internet.py --loss [--workers 100] [--ways ...] [--keep FILE] [--docs]
+    python benchmarks/internet.py [--workers 1000] [--hours 6] [--seeds 3] [--ways 0,5] [--keep FILE] [--save]
+    python benchmarks/internet.py --loss [--workers 100] [--ways ...] [--keep FILE] [--save]
 
 Forty places with links of 10 Mbit/s to 1 Gbit/s and 5 to 200 ms, five kinds of devices of speeds 1 to 8.
 Each worker dies once an hour and is away for ten minutes; a tenth leave for good, and as many others join.
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from record import machine, table, write_section, write_whole
+from record import machine, save_table, table, write_whole
 
 from pyps.simulate import LocalOptimizer, Logistic, Result, Scenario, scenario_of, simulate
 from pyps.store.policies import Policy, policy_named
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--loss", action="store_true", help="the time to a loss")
     parser.add_argument("--ways", default=",".join(map(str, range(len(WAYS)))), help="rows, from 0")
     parser.add_argument("--keep", type=Path, help="a JSON file of rows, which is added to")
-    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     workers = options.workers or (100 if options.loss else 1000)
     rows = kept(options.keep)
@@ -245,8 +245,8 @@ def main() -> int:
     in_order = [rows[way.title] for way in WAYS if way.title in rows]
     text = f"{table([LEARNED if options.loss else HEAD, *in_order])}\n\n{machine()}, {options.seeds} seeds"
     print(text)
-    if options.docs:
-        write_section("internet-loss" if options.loss else "internet", text, PAGE)
+    if options.save:
+        save_table("internet-loss" if options.loss else "internet", text, PAGE)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a server carries, with real connections: python benchmarks/internet_server.py [--seconds 5] [--docs].
+"""What a server carries, with real connections: python benchmarks/internet_server.py [--seconds 5] [--save].
 
 Workers in threads of four processes join one server over TCP on loopback, each with a connection of its own,
 and push int4 gradients and pull int8 parameters as fast as they can, as internet.py's do every
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
-from record import company, machine, table, write_section
+from record import company, machine, save_table, table
 
 from pyps import Hyper, Store
 from pyps.remote import open_store
@@ -109,7 +109,7 @@ def carried(n: int, connections: int, seconds: float) -> Carried:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     others = company()
     head = [
@@ -134,8 +134,8 @@ def main() -> int:
     need = f"{rate:.1f} exchanges a second of about {whole:.0f} ms of a core: {rate * whole / 1e3:.2f} cores"
     text = f"{table(rows)}\n\n{those} are {need}; {machine()}{others}"
     print(text)
-    if options.docs:
-        write_section("internet-server", text, "internet.md")
+    if options.save:
+        save_table("internet-server", text, "internet.md")
     return 0
 
 

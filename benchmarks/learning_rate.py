@@ -1,4 +1,4 @@
-"""One learning rate under every policy: python benchmarks/learning_rate.py [--seeds 5] [--docs].
+"""One learning rate under every policy: python benchmarks/learning_rate.py [--seeds 5] [--save].
 
 Trains the script of docs/how-to/train-async.md and three more, one of them a ResNet with batch normalization,
 with each policy's default settings, at the rate and momentum that they have under bsp, in virtual time (so
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
-from record import Kept, machine, table, write_section
+from record import Kept, machine, save_table, table
 from sklearn.datasets import load_digits
 
 from pyps import Hyper
@@ -213,15 +213,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[3, 8], choices=sorted(BATCHES))
     parser.add_argument("--policies", nargs="+", default=[*Policy.known, "asp:lookahead=false"])
-    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     parser.add_argument("--counts", action="store_true", help="whose samples are trained, instead of losses")
     parser.add_argument("--keep", type=Path, help="a file of what was trained, to go on with when cut off")
     options = parser.parse_args()
     if options.counts:
         text = counts([*Policy.known, "saps:late=drop"], batches=100)
         print(text)
-        if options.docs:
-            write_section("counts", text, PAGE)
+        if options.save:
+            save_table("counts", text, PAGE)
         return 0
     seeds, bound = range(options.seeds), BOUND_UNLIKE if options.workers == [UNLIKE] else BOUND
     kinds = [(p, n) for p in PROBLEMS for n in options.workers if n != UNLIKE or "digits" in p.title]
@@ -257,8 +257,8 @@ def main() -> int:
     )
     text = "\n".join([f"{machine()}.\n", table(rows), "", closing, *late])
     print(text)
-    if options.docs:
-        write_section("unlike" if options.workers == [UNLIKE] else "losses", text, PAGE)
+    if options.save:
+        save_table("unlike" if options.workers == [UNLIKE] else "losses", text, PAGE)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Local steps against uneven int8 DDP on a real link: python benchmarks/local_link.py [--seeds 3] [--docs].
+"""Local steps against uneven int8 DDP on a real link: python benchmarks/local_link.py [--seeds 3] [--save].
 
 The target is DDP's own loss at its end, so it is known before any local step is taken, and no way of those
 that are compared can move it; local steps may train more samples to get there.
@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from record import machine, others_share, table, write_section
+from record import machine, others_share, save_table, table
 from shaped import DEVICE, SERVER, Shaped, missing, shaped
 
 from pyps.errors import NotReady, SegmentNotFound
@@ -394,7 +394,7 @@ def main() -> int:
     parser.add_argument("--sample-seconds", type=float, default=0.05, help="at speed 1")
     parser.add_argument("--mbit", type=float, default=5.0, help="of the link")
     parser.add_argument("--lr", type=float, default=0.008)
-    parser.add_argument("--docs", action="store_true", help="write local-steps.md's table of 5 or 8 Mbit/s")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     options.local_samples = round(MORE * options.samples)
     if why := missing():
@@ -403,9 +403,9 @@ def main() -> int:
     with others_share() as others:
         well, text = compare(options)
     print(text)
-    if options.docs:
+    if options.save:
         meanwhile = f"Others kept {others[0]:.0%} of it busy meanwhile."
-        write_section(f"real-link-{options.mbit:g}", f"{text}\n\n{machine()}. {meanwhile}", "local-steps.md")
+        save_table(f"real-link-{options.mbit:g}", f"{text}\n\n{machine()}. {meanwhile}", "local-steps.md")
     return 0 if well else 1
 
 

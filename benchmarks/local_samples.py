@@ -1,4 +1,4 @@
-"""Samples that local steps need, over those of tuned DDP: python benchmarks/local_samples.py [--docs].
+"""Samples that local steps need, over those of tuned DDP: python benchmarks/local_samples.py [--save].
 
 The transformer of examples/local_steps. Local steps run through pyps: a store and four workers (threads) with
 the planned numbers for speeds 1 to 4; DDP is a loop of plain torch that takes the same samples in the same
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from local_steps import LOCAL, SPEEDS, STEPS, Curve, planned, spread, until
-from record import Kept, machine, table, write_section
+from record import Kept, machine, save_table, table
 from text import load
 from torch import nn
 from train import Transformer, loss_of
@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=sorted(BARS), default=sorted(BARS))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--keep", help="a file of the trainings so far, to go on from")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     if options.keep:
         os.environ[KEEP] = options.keep
@@ -282,8 +282,8 @@ def main() -> int:
         tried.append(f"Tried for {way.family}, {way.title}: {text}.")
     text = "\n\n".join([*parts, "\n".join(f"- {line}" for line in tried), machine()])
     print(text)
-    if options.docs:
-        write_section("samples", text, PAGE)
+    if options.save:
+        save_table("samples", text, PAGE)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Local steps on a character-level transformer: python benchmarks/local_steps.py [--only TABLE] [--docs].
+"""Local steps on a character-level transformer: python benchmarks/local_steps.py [--only TABLE] [--save].
 
 Trains the model of examples/local_steps on four workers of speeds 1 to 4, in virtual time (so the machine's
 speed does not matter): every gradient, decision and outer step is real. Compares uneven synchronous steps
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from record import Kept, table, write_section
+from record import Kept, save_table, table
 from torch import nn
 
 from pyps import Hyper
@@ -335,7 +335,7 @@ def main() -> int:
     parser.add_argument("--only", choices=TABLES, nargs="+", default=TABLES, help="tables")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--keep", type=Path, help="a file of the trainings so far, to go on from")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     seeds = range(options.seeds)
     cases = {"losses": (CASES, seeds), "losses-one": (ONE_SEED, [0]), "delays": (DELAYED, seeds)}
@@ -362,8 +362,8 @@ def main() -> int:
     for name in options.only:
         text = tables[name]()
         print(text, end="\n\n")
-        if options.docs:
-            write_section(name, text, PAGE)
+        if options.save:
+            save_table(name, text, PAGE)
     return 0
 
 

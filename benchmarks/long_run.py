@@ -1,13 +1,13 @@
 """A GPT on Python's own sources and documentation, four ways, each killed and resumed five times.
 
-    python benchmarks/long_run.py --minutes 480 [--out long-run] [--docs]
-    python benchmarks/long_run.py --minutes 24 --width 96 --layers 2 --sample-seconds 0.1 --docs
+    python benchmarks/long_run.py --minutes 480 [--out long-run] [--save]
+    python benchmarks/long_run.py --minutes 24 --width 96 --layers 2 --sample-seconds 0.1 --save
 
 Four emulated devices, the slowest of which takes three times as long as the fastest: DDP with equal batches,
 DDP with planned ones, the store under H-PS, and local steps over an emulated link of --megabits. Each way has
 a quarter of the time, in six parts; SIGKILL to all processes ends a part. --together: all at the same time,
 on a machine that has cores for them. --ways runs some of them: what the others did stays in --out. Writes
-curves.json, loss.png, and with --docs the picture and table of the page.
+curves.json, loss.png, and with --save both and the table in bench-out/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from record import DOCS, company, machine, table, write_section
+from record import company, kept_at, machine, save_table, table
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--sample-seconds", type=float, default=1.0, help="of the fastest device")
     parser.add_argument("--megabits", type=float, default=20.0, help="a second, of the link of local steps")
     parser.add_argument("--out", type=Path, default=Path("long-run"))
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file, others = options.out / "curves.json", company()
@@ -338,9 +338,9 @@ def main() -> int:
     text = summary(curves, options, others)
     print(text)
     draw(options.out / "loss.png", curves)
-    if options.docs:
-        write_section("long-run", text, "peers.md")
-        shutil.copy(options.out / "loss.png", DOCS / "images" / "long-run.png")
+    if options.save:
+        save_table("long-run", text, "peers.md")
+        shutil.copy(options.out / "loss.png", kept_at("long-run.png"))
     return 0
 
 

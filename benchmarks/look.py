@@ -1,4 +1,4 @@
-"""What it costs a worker's step to find values that are not finite: python benchmarks/look.py [--docs].
+"""What it costs a worker's step to find values that are not finite: python benchmarks/look.py [--save].
 
 One worker trains a wide network on the CPU, autograd included. Steps take turns: gradients are looked at as
 backward makes them, as in any run; the push looks at them; nothing does. Where hooks do not look, they copy
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import machine, table, write_section
+from record import machine, save_table, table
 from torch import nn
 
 import pyps
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [["a step of a worker", "look", "CPU ms", "over none (quartiles)"]]
@@ -88,8 +88,8 @@ def main() -> None:
     sizes = f"{options.parameters / 1e6:.0f} M parameters, batch {options.batch}, one thread of torch"
     text = f"{machine()}; {sizes}.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("look", text)
+    if options.save:
+        save_table("look", text)
 
 
 if __name__ == "__main__":

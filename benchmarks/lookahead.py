@@ -1,5 +1,5 @@
 """What pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [stable]
-[--docs].
+[--save].
 
 samples: how many it takes to a training loss of 0.02 on scikit-learn's digits (64-96-96-10, ReLU), and with
 unlike workers to 97 % of digits held out, in virtual time, each way with the best step size of a ladder of
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from learning_rate import Perceptron
 from numpy.typing import NDArray
-from record import machine, table, write_section
+from record import machine, save_table, table
 from sklearn.datasets import load_digits
 
 from pyps import Hyper, Store
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", default=["samples", "pulls"], metavar="samples | pulls | stable")
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args(arguments)
     for part in options.parts:
         SAID.clear()
@@ -344,8 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             say(f"{machine()}.\n")
             all_samples() if part == "samples" else all_pulls(options.parameters, options.rounds)
-        if options.docs:
-            write_section(f"ahead-{part}", "\n".join(SAID), PAGE)
+        if options.save:
+            save_table(f"ahead-{part}", "\n".join(SAID), PAGE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Parameters kept as bf16: what they cost in memory, and whether training is the same.
 
-    python benchmarks/master.py [--seeds 5] [--epochs 40] [--parameters 4000000] [--docs]
+    python benchmarks/master.py [--seeds 5] [--epochs 40] [--parameters 4000000] [--save]
 
 Trains digits with stores that keep fp32, and bf16 rounded at random, and with torch's optimizers whose
 parameters are rounded to the nearest bf16 after each step. Each optimizer, two rates; the rate falls to
@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from record import machine, table, write_section
+from record import machine, save_table, table
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--parameters", type=int, default=4_000_000)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [["optimizer, rate", "f32, loss", "bf16 over f32", "to nearest over f32"]]
@@ -158,8 +158,8 @@ def main() -> None:
     how = f"{options.seeds} seeds, {options.epochs} epochs"
     text = f"{machine()}; {how}.\n\n{table(rows)}\n\n{table(memory(options.parameters))}"
     print(text)
-    if options.docs:
-        write_section("master", text)
+    if options.save:
+        save_table("master", text)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Whether a plan for a mode of running predicts the run: python benchmarks/modes.py [--only NAME]
-[--slower FACTOR] [--docs].
+[--slower FACTOR] [--save].
 
 Each cluster has unlike devices and links, and states a mode in [run]. It is planned; the plan is run by real
 processes through the store; the median iteration is compared with the plan's. Devices are emulated: a step
@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import shaped
-from record import machine, others_share, table, write_section
+from record import machine, others_share, save_table, table
 
 from pyps.formats import Cluster, Pace, Profile, RunTable, read_cluster, read_plan, read_profile
 from pyps.profiler.select import fit_of
@@ -295,7 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--slower", type=float, default=1.0, help="so many times as slow devices and links")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     cases = [slower(case, options.slower) for case in CASES if options.only in case.name]
     if reason := shaped.missing():
@@ -331,8 +331,8 @@ def main() -> int:
     lasted = time.monotonic() - began
     text = f"{machine()}, in {lasted:.0f} s.\n\n{table(rows)}\n\n{lines}"
     print(text)
-    if options.docs:
-        write_section("modes", text)
+    if options.save:
+        save_table("modes", text)
     return int(not all(met for met, _ in reached))
 
 

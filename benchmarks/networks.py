@@ -1,4 +1,4 @@
-"""The four systems on networks that people know: python benchmarks/networks.py [--seeds 5] [--real] [--docs].
+"""The four systems on networks that people know: python benchmarks/networks.py [--seeds 5] [--real] [--save].
 
 ResNet-20, a VGG and a GPT (known_networks.py) train on four unlike devices that share a server's link
 (clusters/hps.toml), in virtual time with real gradients, at the learning rate that they have under `bsp`. For
@@ -29,7 +29,7 @@ import msgspec
 import torch
 from known_networks import NETWORKS, Network, loss_of
 from pipelined import Array, Coded
-from record import Kept, machine, table, write_section
+from record import Kept, machine, save_table, table
 from safetensors.torch import load_file
 
 from pyps.formats.records import read_run
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="train each once as processes instead")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--keep", type=Path, help="a file of what was done so far, to go on from")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     kept = Kept(options.keep)
     if options.real:
@@ -266,8 +266,8 @@ def main() -> int:
         tables = [compared(name, found, seeds) for name in options.networks]
         text = "\n\n".join([f"{machine()}, {options.seeds} seeds.", *tables])
     print(text)
-    if options.docs:
-        write_section("real" if options.real else "networks", text, PAGE)
+    if options.save:
+        save_table("real" if options.real else "networks", text, PAGE)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""SaPS from far above the noise floor down to it: python benchmarks/noise.py [--clusters NAME ...] [--docs].
+"""SaPS from far above the noise floor down to it: python benchmarks/noise.py [--clusters NAME ...] [--save].
 
 Least squares with noisy targets in 30 dimensions, a batch of 8 for every worker, in virtual time with the
 decisions of the core (noise.c, which it builds). Time until the excess loss is at most each of three targets,
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from numpy.typing import NDArray
-from record import Kept, machine, table, write_section
+from record import Kept, machine, save_table, table
 
 from pyps._native import ffi
 from pyps.native import fill_policy_params
@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--saps", default="saps", help="the policy that is compared")
     parser.add_argument("--oracle", action="store_const", const="", dest="saps", help="the best fixed bound")
     parser.add_argument("--seeds", type=int, default=40)
-    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     parser.add_argument("--keep", type=Path, help="a file of what was tuned, to go on with when cut off")
     options = parser.parse_args()
     ill = options.condition != 1.0
@@ -274,10 +274,10 @@ def main() -> int:
     about += f", condition number {options.condition:g}." if ill else "."
     text = "\n".join([f"{about}\n", table([heading, *rows]), "", closing])
     print(text)
-    if options.docs and ill:
-        write_section("condition", text, PAGE)
-    elif options.docs:
-        write_section("noise", text, PAGE)
+    if options.save and ill:
+        save_table("condition", text, PAGE)
+    elif options.save:
+        save_table("noise", text, PAGE)
     return 0
 
 

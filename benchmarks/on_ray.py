@@ -1,4 +1,4 @@
-"""Policies on a Ray cluster of two hosts: python benchmarks/on_ray.py [--policies bsp,asp] [--docs].
+"""Policies on a Ray cluster of two hosts: python benchmarks/on_ray.py [--policies bsp,asp] [--save].
 
 The hosts are network namespaces (so root) with a link of 1 Gbit/s between them, shaped by tc tbf, and a
 raylet in each. Four emulated devices of the speeds of clusters/four.toml, two on each host, train the digits:
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from ray_token import use_ray_token
-from record import machine, table, write_section
+from record import machine, save_table, table
 from safetensors.torch import load_file
 from shaped import CLIENT, SERVER, Shaped, missing, shaped
 
@@ -143,7 +143,7 @@ def drive(policies: list[str], folder: Path, servers: int, epochs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", help="some of them, with commas; default: all")
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     parser.add_argument("--servers", type=int, default=1, help="nodes that the store is spread over")
     parser.add_argument("--drive", help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
@@ -167,7 +167,7 @@ def main() -> None:
         if done.returncode:
             sys.exit("on_ray.py: the runs ended early")
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    report(found, options.servers, options.docs)
+    report(found, options.servers, options.save)
 
 
 def known(servers: int) -> list[str]:
@@ -177,7 +177,7 @@ def known(servers: int) -> list[str]:
     return sorted(found if servers == 1 else found.keys() - whole)
 
 
-def report(found: list[dict[str, Any]], servers: int, docs: bool) -> None:
+def report(found: list[dict[str, Any]], servers: int, save: bool) -> None:
     rows = [["policy", "held-out accuracy", "s", "samples trained", "ranks over the link"]]
     for one in found:
         keys = " and ".join(key.removeprefix("rank-") for key in one["keys"])
@@ -186,8 +186,8 @@ def report(found: list[dict[str, Any]], servers: int, docs: bool) -> None:
     over = f", {servers} servers" if servers > 1 else ""
     text = f"{machine()}; {EPOCHS} epochs, seed {SEED}, link {RATE}{over}.\n\n{table(rows)}"
     print(text)
-    if docs:
-        write_section("on-ray" if servers == 1 else "on-ray-servers", text)
+    if save:
+        save_table("on-ray" if servers == 1 else "on-ray-servers", text)
 
 
 if __name__ == "__main__":

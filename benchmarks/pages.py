@@ -1,6 +1,6 @@
 """What huge pages are worth: two stores that are alike but for PYPS_HUGE_PAGES.
 
-    python benchmarks/pages.py [--parameters 25000000] [--table 200000000] [--rounds 31] [--docs]
+    python benchmarks/pages.py [--parameters 25000000] [--table 200000000] [--rounds 31] [--save]
 
 Every round times each operation on both, in turn; a ratio is of one round. Rows are others in each round:
 100,000 of 64 numbers, or fewer of a small table.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from record import machine, milliseconds, seconds_of, table, write_section
+from record import machine, milliseconds, save_table, seconds_of, table
 
 from pyps import Hyper, Store
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--table", type=int, default=200_000_000)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     lines = [["operation", "small, ms (range)", "huge, ms (range)", "ratio (quartiles)"]]
     for optimizer in ("sgd", "adamw"):
@@ -104,8 +104,8 @@ def main() -> None:
     lines += rows_of(sparse(options.table, options.rounds))
     text = f"{machine()}; {options.parameters:,} parameters.\n\n{table(lines)}"
     print(text)
-    if options.docs:
-        write_section("pages", text)
+    if options.save:
+        save_table("pages", text)
 
 
 if __name__ == "__main__":

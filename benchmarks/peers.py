@@ -1,6 +1,6 @@
 """A push and a pull compared with gloo, torch rpc, a Ray actor and hivemind's averager:
 
-    python benchmarks/peers.py [--parameters 25000000] [--rounds 7] [--docs]
+    python benchmarks/peers.py [--parameters 25000000] [--rounds 7] [--save]
 
 Ours: one worker pushes its gradient and takes the SGD step in the store (an exchange; and as two calls, push
 and pull). gloo: the gradient is sent to a process that steps and sends the parameters back. rpc and Ray: a
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from ray_token import use_ray_token
-from record import machine, milliseconds, seconds_of, table, write_section
+from record import machine, milliseconds, save_table, seconds_of, table
 
 from pyps import Hyper, Store
 
@@ -262,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     n = options.parameters
     source, copy = np.ones(n, np.float32), np.zeros(n, np.float32)
@@ -286,8 +286,8 @@ def main() -> None:
     rows += [[name, milliseconds(times[name]), f"{medians[name] / best:.2f}"] for name in times]
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("peers", text)
+    if options.save:
+        save_table("peers", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a pipeline of rounds costs in loss: python benchmarks/pipelined.py [--seeds 5] [--docs].
+"""What a pipeline of rounds costs in loss: python benchmarks/pipelined.py [--seeds 5] [--save].
 
 Trains four problems under `hps` with four unlike workers in virtual time, without a pipeline and with two and
 three steps of each worker under way. Prints the training loss after as many samples without one, and how many
@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from learning_rate import PROBLEMS
 from numpy.typing import NDArray
-from record import machine, table, write_section
+from record import machine, save_table, table
 from sklearn.datasets import load_digits
 
 from pyps import Hyper
@@ -132,7 +132,7 @@ def trained(case: tuple[int, Way, int]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     seeds, found = range(options.seeds), range(len(TRAINED))
     cases = [(which, way, seed) for which in found for way in (SERIAL, *WAYS) for seed in seeds]
@@ -155,8 +155,8 @@ def main() -> int:
         closing.append(f"- {verdict}: worst with {codec}: {worst:.2f} (threshold: <= {bound})")
     text = "\n".join([f"{machine()}, {options.seeds} seeds.\n", table(rows), "", *closing])
     print(text)
-    if options.docs:
-        write_section("pipeline", text, PAGE)
+    if options.save:
+        save_table("pipeline", text, PAGE)
     return 0
 
 

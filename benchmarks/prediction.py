@@ -1,5 +1,5 @@
 """Whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn]
-[--scale 1] [--short] [--docs].
+[--scale 1] [--short] [--save].
 
 For each model, on one CPU thread:
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from record import machine, others_share, table, write_section
+from record import machine, others_share, save_table, table
 
 from pyps.formats import Point, read_plan
 from pyps.profiler import point_seconds, predict_seconds, profile_model, select_fit
@@ -204,13 +204,13 @@ def main() -> None:
     parser.add_argument("--models", help=f"{','.join(MODELS)}; with --short {SHORT_MODELS}")
     parser.add_argument("--scale", type=float, default=1.0, help="of batches: 0.01 for short steps")
     parser.add_argument("--short", action="store_true", help="steps of 3 to 5 ms, planned and even")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.short:
         text = short_steps((options.models or SHORT_MODELS).split(","))
         print(text)
-        if options.docs:
-            write_section("short-steps", text)
+        if options.save:
+            save_table("short-steps", text)
         return
     heading = "model", "fit", "left out", "held-out half: median, worst", "plan ms", "run ms", "run / plan"
     rows, found = [[*heading, "others"]], []
@@ -234,8 +234,8 @@ def main() -> None:
     middle = statistics.median(one.left_out for one in found)
     text = f"{machine()}. Median left-out error over the models: {middle:.1%}.\n\n{table(rows)}"
     print(text)
-    if options.docs:
-        write_section("prediction", text)
+    if options.save:
+        save_table("prediction", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pulls while four writers push without pause: python benchmarks/pulls.py [--pulls 1000000] [--docs].
+"""Pulls while four writers push without pause: python benchmarks/pulls.py [--pulls 1000000] [--save].
 
 Every push adds one to every parameter, so a chunk of version v holds v everywhere: a chunk of two values is
 torn, and one older than the version that the pull reports is a lie. Prints how long a pull takes alone and
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import numpy as np
-from record import machine, table, write_section
+from record import machine, save_table, table
 
 from pyps import Hyper, Store
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=16384)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--pulls", type=int, default=1_000_000)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows = [["pulls", "how many", "pushes meanwhile", "median, us", "99.9 %, us", "worst, us"]]
     for label, writers, pulls in (
@@ -99,8 +99,8 @@ def main() -> None:
     )
     text = f"{head}; no chunk torn, none older than reported.\n\n{table(rows)}\n\n{tail}"
     print(text)
-    if options.docs:
-        write_section("pulls", text)
+    if options.save:
+        save_table("pulls", text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What every benchmark does with its figures: medians with their range, the machine and the date, and a
-section of docs/ between two markers.
-"""
+"""What each benchmark does with its figures: medians with ranges, machine and date, kept in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+OUT = Path(__file__).resolve().parent.parent / "bench-out"
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -89,15 +87,15 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([line(rows[0]), rule, *(line(row) for row in rows[1:])])
 
 
-def write_section(name: str, text: str, where: str = "benchmarks.md") -> None:
-    """Put `text` between this section's markers in a page of docs/results/."""
-    page = DOCS / "results" / where
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(f"{page}: the markers of section {name} are missing")
-    write_whole(page, f"{before}{begin}\n{text}\n{end}{after}")
+def save_table(name: str, text: str, page: str = "benchmarks.md") -> None:
+    """Keep a table as bench-out/PAGE-NAME.md, for whoever brings that page of docs/results/ up to date."""
+    write_whole(kept_at(f"{page.removesuffix('.md')}-{name}.md"), f"{text}\n")
+
+
+def kept_at(name: str) -> Path:
+    """Return where bench-out/ keeps a file of this name; the folder is there then."""
+    OUT.mkdir(exist_ok=True)
+    return OUT / name
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker's step over TCP compared with bare sockets and gloo: python benchmarks/remote.py [--docs].
+"""A worker's step over TCP compared with bare sockets and gloo: python benchmarks/remote.py [--save].
 
 The gradient goes over, the SGD step is taken there, the parameters come back; a server process and this one,
 on loopback, where nothing but the work itself costs time. The bare socket moves the same bytes and does
@@ -29,7 +29,7 @@ import link_peers
 import numpy as np
 from link_peers import Turn, enter
 from peers import LR, gloo
-from record import machine, milliseconds, seconds_of, table, write_section
+from record import machine, milliseconds, save_table, seconds_of, table
 from shaped import SERVER, Shaped, shaped
 
 from pyps import Hyper, Store
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     parser.add_argument("--rate", help="of a link between two hosts, as tc writes it: 1gbit")
     options = parser.parse_args()
     n = options.parameters
@@ -197,10 +197,10 @@ def main() -> None:
                 result = turn()
                 if k:
                     found[name].append(result)
-    report(n, found, options.rate, options.docs)
+    report(n, found, options.rate, options.save)
 
 
-def report(n: int, found: dict[str, list[tuple[float, int]]], rate: str | None, docs: bool) -> None:
+def report(n: int, found: dict[str, list[tuple[float, int]]], rate: str | None, save: bool) -> None:
     medians = {name: statistics.median(s for s, _ in results) for name, results in found.items()}
     speeds = {name: results[-1][1] / medians[name] for name, results in found.items()}
     rows = [[f"a step over TCP, {rate or 'loopback'}", "ms (range)", "x bare socket", "bytes a parameter"]]
@@ -214,8 +214,8 @@ def report(n: int, found: dict[str, list[tuple[float, int]]], rate: str | None, 
             rows[-1].append(f"{speeds[name] / wire:.2f}")
     text = f"{machine()}; {n:,} fp32 parameters.\n\n{table(rows)}"
     print(text)
-    if docs:
-        write_section("remote-shaped" if rate else "remote", text)
+    if save:
+        save_table("remote-shaped" if rate else "remote", text)
 
 
 if __name__ == "__main__":

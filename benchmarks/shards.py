@@ -1,4 +1,4 @@
-"""Push throughput of a model over two servers against one: python benchmarks/shards.py [--docs].
+"""Push throughput of a model over two servers against one: python benchmarks/shards.py [--save].
 
 Four hosts (network namespaces, so root) on one switch, each with a link that tc tbf shapes: two workers push
 fp32 gradients as fast as they can, first to one server, then to two. Rounds alternate; medians with range.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import machine, table, write_section
+from record import machine, save_table, table
 from shaped import star
 
 from pyps import Hyper
@@ -161,7 +161,7 @@ def throughput(rate: str, n: int, pushes: int, rounds: int) -> dict[tuple[str, b
     return found
 
 
-def report(rate: str, n: int, found: dict[tuple[str, bool], list[float]], docs: bool) -> bool:
+def report(rate: str, n: int, found: dict[tuple[str, bool], list[float]], save: bool) -> bool:
     rows = [[f"pushes of {WORKERS} workers, links of {rate}", "a second (range)", "x one server"]]
     met = True
     for (name, pulls), rates in found.items():
@@ -173,8 +173,8 @@ def report(rate: str, n: int, found: dict[tuple[str, bool], list[float]], docs: 
     verdict = f"Two servers take {'at least' if met else 'less than'} {BAR} times one server's pushes."
     text = f"{machine()}; {n:,} fp32 parameters, no encoding.\n\n{table(rows)}\n\n{verdict}"
     print(text)
-    if docs:
-        write_section("shards", text)
+    if save:
+        save_table("shards", text)
     return met
 
 
@@ -320,14 +320,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--docs", action="store_true", help="write the table to docs/results/benchmarks.md")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     if options.kills:
         met = storm(options.kills, options.parameters or 8192, options.seed)
     else:
         n = options.parameters or 5_000_000
         met = report(
-            options.rate, n, throughput(options.rate, n, options.pushes, options.rounds), options.docs
+            options.rate, n, throughput(options.rate, n, options.pushes, options.rounds), options.save
         )
     sys.exit(0 if met else 1)
 

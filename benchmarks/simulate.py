@@ -1,10 +1,10 @@
 """How long the simulator takes for an event, from ten workers to ten thousand.
 
-    python benchmarks/simulate.py [--workers 10 100 1000 10000] [--iterations 20] [--full] [--docs]
+    python benchmarks/simulate.py [--workers 10 100 1000 10000] [--iterations 20] [--full] [--save]
 
 Workers are of seven speeds, with 10 % lognormal jitter; with a link, each step moves a megabyte each way over
 a server link of a tenth of a gigabyte per second and worker. An event is a decision of the core. --full adds
-100 iterations of the most workers; --docs puts table and plot into docs/results/benchmarks.md.
+100 iterations of the most workers; --save puts table and plot into bench-out/.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from record import DOCS, machine, table, write_section
+from record import kept_at, machine, save_table, table
 
 from pyps.formats import Jitter
 from pyps.simulate import Result, Scenario, SimWorker, simulate
 
-POLICIES = ("ssp", "r2sp", "bsp", "saps")
+POLICIES = ("ssp", "r2sp", "bsp", "saps:threshold=fixed")
 FULL = ("ssp", "r2sp")
 FULL_ITERATIONS, FULL_SECONDS = 100, 60.0
-PICTURE = DOCS / "images" / "simulate-growth.png"
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000, 10_000])
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--plot", help="a PNG of seconds over events")
     chosen = parser.parse_args(arguments)
     measure(POLICIES[0], 10, 2, link=True)  # once before: imports, caches
@@ -103,10 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     full = [measure(policy, max(chosen.workers), FULL_ITERATIONS, link=link) for policy, link in cases]
     text = f"{machine()}.\n\n{_table(series, full)}\n\n{_verdicts(series, full)}"
     print(text)
-    if chosen.docs:
-        write_section("simulate", text)
-        PICTURE.parent.mkdir(exist_ok=True)
-        _draw(series, str(PICTURE))
+    if chosen.save:
+        save_table("simulate", text)
+        _draw(series, str(kept_at("simulate-growth.png")))
     if chosen.plot:
         _draw(series, chosen.plot)
 

@@ -1,4 +1,4 @@
-"""What pyps costs a small step, a look at the store, and a start: python benchmarks/small_steps.py [--docs].
+"""What pyps costs a small step, a look at the store, and a start: python benchmarks/small_steps.py [--save].
 
 Steps of a network of 340 parameters, by one worker on this machine, beside the same steps in plain torch: the
 difference is the worker's own work, in CPU time of its thread. A start is a new interpreter, until the name
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from record import machine, milliseconds, seconds_of, table, write_section
+from record import machine, milliseconds, save_table, seconds_of, table
 from torch import nn
 
 import pyps
@@ -101,7 +101,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = torch.randn(SAMPLES, 16), torch.randn(SAMPLES, 4)
@@ -124,8 +124,8 @@ def main() -> None:
     begun = [["a start", "ms (range)"], *([name, milliseconds(times)] for name, times in starts.items())]
     text = f"{machine()}, one thread of torch.\n\n{table(rows)}\n\n{table(begun)}"
     print(text)
-    if options.docs:
-        write_section("small-steps", text)
+    if options.save:
+        save_table("small-steps", text)
 
 
 if __name__ == "__main__":

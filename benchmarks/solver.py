@@ -1,9 +1,9 @@
 """How long the exact split takes, how that grows with the workers, and HiGHS and CBC on the same ones.
 
-    python benchmarks/solver.py [--runs 9] [--rival-limit 20] [--most-workers 100000] [--docs]
+    python benchmarks/solver.py [--runs 9] [--rival-limit 20] [--most-workers 100000] [--save]
 
 Random clusters, 64 samples a worker: interleaved runs of every case, then each rival once a size by PuLP
-with no gap allowed, until it passes the limit in seconds (0: none). With --docs all goes to docs/.
+with no gap allowed, until it passes the limit in seconds (0: none). With --save all goes to bench-out/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from record import DOCS, machine, milliseconds, seconds_of, table, write_section
+from record import kept_at, machine, milliseconds, save_table, seconds_of, table
 
 from pyps.errors import PypsError
 from pyps.solver import Costs, Problem, Table, solve
@@ -181,7 +181,7 @@ def draw(found: dict[str, list[tuple[int, float]]]) -> None:
     axes.set(xlabel="workers", ylabel="time to the optimum (ms)")
     axes.grid(color="0.9")
     axes.legend(frameon=False)
-    figure.savefig(DOCS / "images" / "solver.png", dpi=120)
+    figure.savefig(kept_at("solver.png"), dpi=120)
 
 
 def main() -> None:
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--rival-limit", type=float, default=20.0, help="seconds; 0: no rivals")
     parser.add_argument("--most-workers", type=int, default=SIZES[-1], help="leave out larger cases")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     some = [case for case in cases() if case.workers <= options.most_workers]
     rows = [["case", "workers", "ms (range)", "CPU ms", "bar, ms"]]
@@ -203,8 +203,8 @@ def main() -> None:
     found = growth(options.runs, options.rival_limit, sizes)
     text = f"{machine()}.\n\n{table(rows)}\n\n{table(growth_rows(found))}"
     print(text)
-    if options.docs:
-        write_section("solver", text)
+    if options.save:
+        save_table("solver", text)
         draw(found)
 
 

@@ -1,11 +1,11 @@
 """One and two threads that share a worker's chunks, and torch's fused step with as many.
 
-    python benchmarks/threads.py [--parameters 25000000] [--rounds 9] [--docs]
+    python benchmarks/threads.py [--parameters 25000000] [--rounds 9] [--save]
 
 Walls of idle cores; where other processes want them too, what the busier thread ran says more: a call lasts
 about as long. Torch's step works in place; the rows "and a look" refuse a gradient with NaN, as a push does.
 The first two rows are memory alone: what two threads can gain where it sets the pace.
-Interleaved rounds, medians with the range. With --docs the table goes to docs/results, one for each
+Interleaved rounds, medians with the range. With --save the table goes to bench-out/, one for each
 instruction set.
 """
 
@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from record import machine, milliseconds, table, write_section
+from record import machine, milliseconds, save_table, table
 
 from pyps import Hyper, Store, native
 from pyps.native import isa
@@ -184,13 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found = shared(options.parameters, options.rounds)
     text = f"{machine()}; {options.parameters:,} fp32 parameters.\n\n{found}"
     print(text)
-    if options.docs:
-        write_section(f"threads-{isa()}", text)
+    if options.save:
+        save_table(f"threads-{isa()}", text)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      11
+#define PYPS_ABI      12
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -205,10 +205,10 @@ typedef struct {
     uint32_t rounding;       /* PYPS_NEAREST or PYPS_STOCHASTIC */
     uint32_t nonfinite;      /* PYPS_NONFINITE_ERROR ... */
     uint32_t error_feedback; /* 1: the encoding error is added to this rank's next gradient */
-    uint32_t encoded; /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
+    uint32_t encoded;  /* 1: pyps_staging_codes() already holds it in this codec; scale still applies, and
                                 averaged tensors are in the staging buffer. Codes that are not finite are refused,
                                 whatever `nonfinite` says: halves are read for that, but where `looked` covers them */
-    uint32_t reserved;
+    uint32_t weighted; /* 1: `weight` is the gradient's in its round's mean; 0: it is `samples` */
     const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
                                  computed on */
     double grad_norm_squared; /* for policies that need it: of the gradient; 0: not known */
@@ -235,6 +235,10 @@ typedef struct {
      * PYPS_EFALSELOOK after all; but not of halves that came encoded. NULL: none. */
     const pyps_range *looked;
     uint64_t looked_count;
+    /* What the gradient counts in its round's mean: the number that its loss was divided by, such as its targets or the sum
+     * of their class weights. At least 0. Averaged tensors count by samples, and so does a push's part
+     * of a global batch. */
+    double weight;
 } pyps_push_args;
 
 typedef struct {

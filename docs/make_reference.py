@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -54,12 +55,20 @@ C_TITLE = re.compile(r"/\*\s*(?:[\w.]+: )?(.*?)\*/", re.DOTALL)
 def write(folder: Path = PAGES) -> None:
     """Write the pages and the schemas, each entirely or not at all."""
     pages = {"python.md": python_page(), "cli.md": cli_page(), "options.md": options_page(), "c.md": c_page()}
-    pages |= {"formats.md": formats_page(), "files.md": files_page()}
+    pages |= {"formats.md": formats_page(), "files.md": files_page(), "sizes.md": sizes_page()}
     (folder / "schemas").mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         write_bytes(folder / name, text.encode())
     for name in FORMATS:
         write_json(folder / "schemas" / f"{name}.schema.json", schema(name))
+
+
+def sizes_page() -> str:
+    """Lines of each room beside its budget, and the other figures of benchmarks/size.py."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import size
+
+    return str(size.page())
 
 
 def python_page() -> str:

@@ -56,7 +56,7 @@ LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs 
 WITHIN = 0.95  # one side of 90 %
 # Of errors at batches left out, those between the points, whose gaps are half as wide; and how much an error
 # says of its own surroundings, the rest being said of the whole curve. Chosen by 90 % coverage on eight
-# families of curves that benchmarks/outside.py has not.
+# families of curves that benchmarks/outside/ has not.
 GAPS, LOCAL = 0.76, 0.7
 
 Vector = NDArray[np.float64]

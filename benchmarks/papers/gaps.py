@@ -1,5 +1,5 @@
 """How even R2SP's gaps are, by workers and jitter, and how even any policy could make them:
-python benchmarks/papers/gaps.py [--docs]
+python benchmarks/papers/gaps.py [--save]
 
 A ring of N workers whose order is fixed: between two pushes of one lie N gaps, and they are at least as long
 as its step. `least_variation` is the smallest variation of such gaps with a mean cycle of 1.07 T if all step
@@ -67,7 +67,7 @@ def row(name: str, seconds: Sequence[float], jitter: Jitter) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows = [["jitter", "workers", "gaps vary by", "cycle / T", "no policy below", "both met"]]
     for name, jitter in KINDS.items():
@@ -76,8 +76,8 @@ def main() -> None:
         rows.append(row(f"{name}; steps of 0.56 to 1 T", unlike, jitter))
     text = f"{record.machine()}. {SEEDS} seeds of {CYCLES} cycles, slack 1.\n\n{record.table(rows)}"
     print(text)
-    if options.docs:
-        record.write_section("gaps", text, "papers.md")
+    if options.save:
+        record.save_table("gaps", text, "papers.md")
 
 
 if __name__ == "__main__":

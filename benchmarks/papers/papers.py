@@ -1,10 +1,10 @@
 """The claims of the four papers, measured: each system against rivals tuned the same way, over several seeds.
 
-    python benchmarks/papers/papers.py [--quick] [--docs] [--only PART...] [--resume] [--out DIR]
+    python benchmarks/papers/papers.py [--quick] [--save] [--only PART...] [--resume] [--out DIR]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
-`real` runs the same clusters as processes that last as long as their cost models say. --docs puts tables and
-plots into docs/results/papers.md.
+`real` runs the same clusters as processes that last as long as their cost models say. --save keeps the
+tables in bench-out/.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ QUICK = Budget(seeds=(1, 2), tuning=(101,), processes=1, quick=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the chosen parts, print them, and with --docs write them."""
+    """Run the chosen parts, print them, and with --save write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds: whether it works, no figures")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--resume", action="store_true", help="take what a run that was cut off has tuned")
     parser.add_argument("--out", type=Path, default=Path("papers-out"), help="where runs and plots go")
@@ -66,20 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(exist_ok=True)
     budget = QUICK if chosen.quick else Budget(kept=kept)
-    images = record.DOCS / "images" if chosen.docs else chosen.out
     for name in chosen.only:
         began, worked = time.monotonic(), processor_seconds()
         found = PARTS[name](budget, chosen.out)
         if found.curves:
-            papers_plot.curves(images / f"results-{name}.png", found.curves)
+            papers_plot.curves(chosen.out / f"results-{name}.png", found.curves)
         if found.pairs:
-            papers_plot.pairs(images / f"results-{name}.png", found.pairs)
+            papers_plot.pairs(chosen.out / f"results-{name}.png", found.pairs)
         took = f"{time.monotonic() - began:.0f} s, {processor_seconds() - worked:.0f} s of processor time"
         took = "" if chosen.resume else f"; took {took}"
         text = f"{record.machine()}{took}.\n\n{found.text()}"
         print(f"## {name}\n\n{text}\n", flush=True)
-        if chosen.docs:
-            record.write_section(name, text, PAGE)
+        if chosen.save:
+            record.save_table(name, text, PAGE)
 
 
 def processor_seconds() -> float:

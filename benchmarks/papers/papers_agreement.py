@@ -69,7 +69,7 @@ def losses(policy: str, seed: int, batches: int, out: Path) -> tuple[float, floa
 
 def script() -> str:
     """The how-to's first Python block."""
-    page = (record.DOCS / "how-to" / "train-async.md").read_text()
+    page = (record.OUT.parent / "docs" / "how-to" / "train-async.md").read_text()
     found = re.search(r"```python\n(# train\.py\n.*?)```", page, re.DOTALL)
     if found is None:
         raise SystemExit("docs/how-to/train-async.md: no block that begins with '# train.py'")

@@ -1,4 +1,4 @@
-"""How much a bound on staleness gains: python benchmarks/papers/staleness.py [--docs]
+"""How much a bound on staleness gains: python benchmarks/papers/staleness.py [--save]
 
 On each cluster with stragglers: ASP, tuned; ASP on its fastest devices alone, tuned; one of these devices
 without the others, which has no staleness, tuned; and ASP with a bound (SaPS with a fixed threshold) at ASP's
@@ -78,7 +78,7 @@ def row(name: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", nargs="+", choices=CLUSTERS, default=CLUSTERS)
     options = parser.parse_args()
     bounds = [f"ASP over s = {'' if b == 1.0 else f'{b:g} '}N" for b in BOUNDS]
@@ -90,8 +90,8 @@ def main() -> None:
     legend = f"Loss 0.1, {len(SEEDS)} seeds: {figures} (above 1: the bound is faster)."
     text = f"{record.machine()}. {legend}\n\n{record.table(rows)}"
     print(text)
-    if options.docs:
-        record.write_section("staleness", text, "papers.md")
+    if options.save:
+        record.save_table("staleness", text, "papers.md")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether a run of R2SP takes the plan's turns: python benchmarks/papers/turns.py [--docs]
+"""Whether a run of R2SP takes the plan's turns: python benchmarks/papers/turns.py [--save]
 
 Four emulated devices, planned by pyps-plan and run by `pyps run --policy r2sp`: as planned, with the order
 turned round, and with gaps half as long again. Each plan is run several times. A run's devices are those of
@@ -89,7 +89,7 @@ def row(change: Change, number: int, folder: Path) -> tuple[list[str], bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--runs", type=int, default=3, help="Of each plan.")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -105,8 +105,8 @@ def main() -> None:
     text = f"{record.machine()}, others {others[0]:.0%}. {CYCLES} cycles of four emulated devices.\n\n"
     text += record.table(rows)
     print(text)
-    if options.docs:
-        record.write_section("turns", text, "papers.md")
+    if options.save:
+        record.save_table("turns", text, "papers.md")
     if not met:
         sys.exit("a run did not take the plan's turns")
 

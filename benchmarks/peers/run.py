@@ -1,9 +1,9 @@
 """pyps and its peers on the same four emulated devices: seconds and samples to a loss, and a SIGKILL.
 
-    python benchmarks/peers/run.py [--ways ddp,uneven_ddp] [--keep peers.json] [--docs]
+    python benchmarks/peers/run.py [--ways ddp,uneven_ddp] [--keep peers.json] [--save]
 
 Ways whose package is not installed are left out: hivemind, torchft, Accelerate, Lightning. --keep: a file of
-what was found, which later runs with other ways add to; --docs writes all of it to the page.
+what was found, which later runs with other ways add to; --save keeps all of it in bench-out/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ.setdefault("PACES", "1,1.4,2,2.9")
 import rank as ranks  # noqa: E402
-from record import company, machine, table, write_section, write_whole  # noqa: E402
+from record import company, machine, save_table, table, write_whole  # noqa: E402
 
 PAGE, PACES = "peers.md", [float(x) for x in os.environ["PACES"].split(",")]
 TARGET, KILLED, STEPS_AFTER = 0.1, len(PACES) - 1, 20
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="default: all whose packages are there")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds that a way may take")
     parser.add_argument("--keep", type=Path, help="a JSON file that results are added to")
-    parser.add_argument("--docs", action="store_true", help=f"write the table to {PAGE}")
+    parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process stays behind
     others = company()
@@ -274,8 +274,8 @@ def main() -> int:
             write_whole(options.keep, json.dumps({k: asdict(one) for k, one in found.items()}))
     text = text_of({key: found[key] for key in WAYS if key in found}, others)
     print(text)
-    if options.docs:
-        write_section("peers", text, PAGE)
+    if options.save:
+        save_table("peers", text, PAGE)
     return 0
 
 

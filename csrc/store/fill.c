@@ -145,7 +145,7 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     int rc = check(s, a);
     if (rc) return rc;
     header->codec = form(s, a), header->scale = a->scale, header->samples = a->samples;
-    header->position = a->position;
+    header->position = a->position, header->weight = a->weighted ? a->weight : (double)a->samples;
     store32_release(&header->false_look, 0); /* no other participant reads it before admission */
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
     header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.correction : 0;

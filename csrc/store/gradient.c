@@ -1,5 +1,6 @@
 /* gradient.c: the gradient of a ticket, and the constants of its step, as the staging buffers have them. */
 #include <math.h>
+#include <string.h>
 
 #include "store/store.h"
 
@@ -40,22 +41,28 @@ int falsely_looked(const pyps_store *s, uint32_t staging) {
         "such values were taken as zeros");
 }
 
-/* The weighted mean of a round's gradients, sum(b_i g_i) / sum(b_i), for a run of `length` floats from `at` of the
- * flat vector, in rank order. It multiplies by whole numbers and divides once, which rounds least. */
+/* The weighted mean of a round's gradients, sum(w_i g_i) / sum(w_i), for a run of `length` floats from `at` of the
+ * flat vector, in rank order. It multiplies by the weights, whole numbers mostly, and divides once, which rounds least.
+ * One of weight 0 may hold anything. */
 static void reduce(const pyps_store *s, float *sum, uint64_t at, size_t length) {
     const struct kernels *kernels = kernels_chosen();
     bool summed = false;
+    double weights = 0;
     for (uint32_t i = 0; i < s->source_count; i++) {
         const struct source *from = &s->sources[i];
-        if (!staging_has(s, from->slot, from->staging, at)) continue;
-        float block[BLOCK], scale = staging_header(s, from->slot, from->staging)->scale * from->scale;
-        float weight = s->source_count == 1 ? scale : (float)from->samples * scale;
+        const struct staging_header *header = staging_header(s, from->slot, from->staging);
+        double own = header->weight;
+        weights += own;
+        if (!(own > 0) || !staging_has(s, from->slot, from->staging, at)) continue;
+        float block[BLOCK], scale = header->scale * from->scale;
+        float weight = s->source_count == 1 ? scale : (float)own * scale;
         const float *gradient = staging_gradient(
             s, from->slot, from->staging, staging_codec(s, from->slot, from->staging), at, length, block);
         (summed ? kernels->multiply_add : kernels->multiply)(sum, gradient, weight, length);
         summed = true;
     }
-    if (s->source_count > 1) kernels->divide(sum, (float)s->ticket.samples, length);
+    if (!summed) memset(sum, 0, length * sizeof *sum);
+    else if (s->source_count > 1) kernels->divide(sum, (float)weights, length);
 }
 
 const float *ticket_gradient(const pyps_store *s, uint64_t at, size_t length, float *block) {

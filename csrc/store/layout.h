@@ -97,6 +97,7 @@ struct staging_header {
     float compensation;      /* lambda if the policy needs base parameters, which follow the codes */
     uint64_t position;       /* of hyper, in its schedule */
     uint64_t ranges;         /* how many; 0: it is of the whole flat vector */
+    double weight;           /* in its round's mean */
     a32 false_look;          /* 1: STAGED_LOOKED, and a participant found what is not finite: gradient.c */
     uint32_t reserved;
     pyps_hyper hyper[];

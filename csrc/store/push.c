@@ -150,6 +150,10 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
                     a->staging, s->round_staging);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
+    if (a->weighted > 1 || (a->weighted && !(a->weight >= 0 && isfinite(a->weight))))
+        return fail(PYPS_EINVAL,
+                    "push: weight: found %g, weighted %u; expected a finite number of at least 0", a->weight,
+                    a->weighted);
     if (a->as &&
         !(isfinite(a->as->scale) && isfinite(a->as->share) && a->as->part >= 0 && isfinite(a->as->part)))
         return fail(PYPS_EINVAL, "push: as: found scale %g, share %g, part %g; expected those of a ticket",

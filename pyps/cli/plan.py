@@ -192,6 +192,14 @@ def plan_command(
         say(line, stderr=as_json)
 
 
+def print_plan(path: Path) -> None:
+    """Print the plan of a cluster file as `pyps-plan FILE` does."""
+    read = read_cluster(path)
+    with names_file(path):
+        ranks = planned_ranks(read, fitted_profiles(read))
+    _print(_planned(path, read, ranks), explain=False, as_json=False)
+
+
 @app.command("what-if")
 def what_if(
     cluster: ClusterFile,
@@ -252,6 +260,30 @@ def measure_next(cluster: ClusterFile, as_json: JsonOnly = False) -> None:
         sys.stdout.write(encode(found).decode())
     else:
         show_next(found)
+
+
+@app.command("which")
+def which(
+    cluster: ClusterFile,
+    losses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--loss", metavar="NAME=LOSS", help="What a way of the pilot reached; nan: it diverged."
+        ),
+    ] = None,
+    as_json: JsonOnly = False,
+) -> None:
+    """Rank the ways to train: DDP on fewer devices, planned DDP or FSDP2, and the store under its policies.
+
+    The pace is simulated. The samples that a way needs are a range; where ranges meet, a pilot tells: train
+    the ways that it names, with their samples, and give what each has reached with --loss.
+    """
+    from pyps.cli.plan_view import working
+    from pyps.cli.plan_which import answer
+
+    read = read_cluster(cluster)
+    with working("simulating"), names_file(cluster):
+        answer(read, fitted_profiles(read), losses, as_json)
 
 
 @app.command("pareto")

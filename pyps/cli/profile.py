@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from pyps.cli import profile_files
 from pyps.cli.options import DefaultCommand, NamesValue
 from pyps.cli.outputs import check_picture, check_writable, not_an_input, not_twice
 from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
+from pyps.cli.profile_machine import check_cluster_options, plan_machine
 from pyps.cli.profile_views import note, show_profile
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError, how_to_install
@@ -77,6 +78,15 @@ ForCluster = Annotated[
         "--for", metavar="CLUSTER", help="Measure more sizes, until no split of this cluster can win 1 %."
     ),
 ]
+NewCluster = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster", metavar="FILE", help="With --all: write a cluster file of these devices, and plan it."
+    ),
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", "-B", help="Samples of a step, for --cluster.")
+]
 Accumulated = Annotated[
     int, typer.Option(help="Micro-batches before each optimizer step; not for plans: they choose their own.")
 ]
@@ -114,6 +124,8 @@ def measure(
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
     cluster: ForCluster = None,
+    new_cluster: NewCluster = None,
+    global_batch: GlobalBatch = None,
     accumulate: Accumulated = 1,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     memory_budget: BudgetGib = None,
@@ -130,6 +142,11 @@ def measure(
         if accumulate > 1:
             raise InputError("--accumulate", "", str(accumulate), "1 with --for: plans choose their own")
         output = profile_in(cluster, output, every)
+    if new_cluster is not None:
+        given = {"--for": cluster, "--output": output, "--json": as_json or None, "--batches": batches}
+        if wrong := next((option for option, value in given.items() if value is not None), None):
+            raise InputError("--cluster", "", f"{wrong} as well", "one of the two")
+        global_batch = check_cluster_options(new_cluster, global_batch, every=every)
     targets = _targets(device, every, output, plot, as_json)
     places = [_output_files(path, plot, no_plot, as_json) for _, path in targets]
     measured = partial(
@@ -145,6 +162,15 @@ def measure(
         notify=note,
     )
     first = None if batches is None else _parse_batches(batches)
+    if new_cluster is not None and global_batch is not None:
+
+        def whole(name: str, sizes: Sequence[int] | None) -> Profile:
+            with _progress(name) as advance:
+                most = max_batch if sizes is None else None
+                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
+
+        plan_machine(new_cluster, global_batch, [name for name, _ in targets], whole)
+        return
     for (name, _), files in zip(targets, places, strict=True):
 
         def at(sizes: list[int] | None, most: int | None, name: str = name) -> Profile:

@@ -23,6 +23,7 @@ from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import check_limits
+from pyps.native.decisions import TIMES_ALONE, unmet
 from pyps.native.values import OUTER, Hyper
 from pyps.simulate import (
     LocalOptimizer,
@@ -147,7 +148,7 @@ def simulate_command(
     scenario = _scenario(cluster, wanted, plan)
     pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
     timeout = wanted.round_timeout or scenario.round_timeout
-    chosen = _policies(policies or scenario.policy or "all", timeout, pipeline)
+    chosen = _policies(policies or scenario.policy or "all", timeout, pipeline, bool(learn))
     others = {"--lr": lr, "--target-loss": target_loss, "--measure-every": measure_every}
     _check_learning(learn, scenario, inner_lr, others)
     results = [
@@ -220,9 +221,11 @@ def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
     return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-def _policies(text: str, round_timeout: float | None, pipeline: bool) -> list[Policy]:
+def _policies(text: str, round_timeout: float | None, pipeline: bool, learns: bool) -> list[Policy]:
     seconds = round_timeout or DEFAULT_POLICY.round_timeout_seconds
-    able = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline or not pipeline]
+    needs = {name: kind().needs for name, kind in Policy.known.items()}
+    able = [name for name, need in needs.items() if need.allows_pipeline or not pipeline]
+    able = [name for name in able if learns or not unmet(needs[name], TIMES_ALONE)]
     names = able if text.strip() == "all" else text.split()
     if not names:
         raise InputError("--policies", "", repr(text), f'"all", or some of {", ".join(Policy.known)}')

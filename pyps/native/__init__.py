@@ -169,6 +169,8 @@ def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
         c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
     given = ffi.NULL if push.given is None else _ticket_struct(push.given)
     setattr(c, "as", given)
+    if push.weight is not None:
+        c.weighted, c.weight = 1, push.weight
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = ROUNDINGS.index(how.rounding), NON_FINITES.index(how.nonfinite)

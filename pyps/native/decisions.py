@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -58,6 +59,19 @@ class PolicyNeeds:
     def lets_ranks_rest(self) -> bool:
         """Whether a step waits for all ranks that have samples, by a split that re-plans change."""
         return self.waits_for_rounds and not self.resizes_batches
+
+
+# What a driver does not give, by the need of PolicyNeeds, and how to say so of a policy.
+SEVERAL_SERVERS = {
+    "collects_pushes": "takes several pushes for a version",
+    "needs_base_params": "needs base parameters",
+}
+TIMES_ALONE = {"needs_grad_norm": "looks at gradients"}
+
+
+def unmet(needs: PolicyNeeds, lacks: Mapping[str, str]) -> str:
+    """Say what a policy needs that a driver lacks, as in SEVERAL_SERVERS; "" if it lacks nothing."""
+    return next((why for need, why in lacks.items() if getattr(needs, need)), "")
 
 
 @dataclass(frozen=True, slots=True)

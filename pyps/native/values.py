@@ -283,6 +283,9 @@ class PushRequest:
     known to be finite, so that the core need not read them once more; FalseLook if one is not. None: none.
     A store on this machine reads it where `encoding` is fp32 and refuses what is not finite, and of halves
     that are given as codes.
+    weight: what the gradient counts in its round's mean, at least 0: the number that its loss was divided
+    by, such as its targets or the sum of their class weights; None: its samples. Averaged tensors, and a
+    push's part of a global batch, count by samples.
     given: of a store that holds a part of a model: the ticket that the store which decides gave this
     gradient; its scale, share and part are taken.
     """
@@ -306,6 +309,7 @@ class PushRequest:
     tag: Tag = NO_TAG
     given: Ticket | None = None
     looked: NDArray[np.uint64] | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from pyps.errors import InputError
 from pyps.metrics import Reading, Sink
+from pyps.native.decisions import SEVERAL_SERVERS, unmet
 from pyps.ray.actors import RankActor, Resources, Work, actor_options, check_resources, connected_ray
 from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_id
 from pyps.remote.address import CLIENT_TIMEOUT_SECONDS
@@ -181,9 +182,7 @@ class Trainer:
 
 def check_sharded(spec: RunSpec) -> None:
     """Raise InputError for a run whose store cannot be spread over several servers."""
-    needs = spec.policy.needs
-    if needs.collects_pushes or needs.needs_base_params:
-        why = "takes several pushes for a version" if needs.collects_pushes else "needs base parameters"
+    if why := unmet(spec.policy.needs, SEVERAL_SERVERS):
         expected = "with several servers one that takes each push by itself, such as asp, ssp or r2sp"
         raise InputError("pyps.ray", "policy", f"{spec.policy.name}, which {why}", expected)
 

@@ -47,7 +47,7 @@ from pyps.native.values import (
 )
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 7
+PROTOCOL = 8
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -161,6 +161,7 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_seconds: float = 0.0
     ranges: Count | None = None
     staging: Count = 0
+    weight: Annotated[float, Meta(ge=0.0)] | None = None
 
     @classmethod
     def of(cls, request: PushRequest) -> PushHeader:

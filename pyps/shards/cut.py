@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import InvalidArgument
 from pyps.native.create import MAX_DIMENSIONS
-from pyps.native.decisions import PolicyParams
+from pyps.native.decisions import SEVERAL_SERVERS, PolicyParams, unmet
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
 from pyps.native.status import RankCounters
 from pyps.native.values import Agreement, Codec, Config, Flat, Layout, Tensor
@@ -175,9 +175,7 @@ def cut_of_head(layout: Layout, tensors: Sequence[Tensor]) -> Cut | None:
 
 def check_policy(config: Config) -> None:
     """Raise InvalidArgument for a policy whose versions are not one push each, or that needs more of it."""
-    needs = native.policy_needs(config.policy, config.policy_params)
-    if needs.collects_pushes or needs.needs_base_params:
-        why = "takes several pushes for a version" if needs.collects_pushes else "needs base parameters"
+    if why := unmet(native.policy_needs(config.policy, config.policy_params), SEVERAL_SERVERS):
         expected = "expected one that takes each push by itself, such as asp, ssp or r2sp"
         raise InvalidArgument("create", f"policy: found one that {why}, on several servers; {expected}")
 

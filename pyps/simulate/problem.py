@@ -24,7 +24,7 @@ from pyps.errors import InputError
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.step.machine import even_steps
-from pyps.step.own import ADAM, way_of
+from pyps.step.own import ADAM, share_of_way, way_of
 from pyps.worker.differences import OwnMoments
 from pyps.worker.sampling import indices
 
@@ -231,7 +231,7 @@ class Model:
         h = self.optimizer.hyper
         g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
         if self.optimizer.kind not in ADAM:
-            return g
+            return share_of_way(h, self.optimizer.kind, part) * g
         return self._own.setdefault(worker, OwnMoments(g)).difference(g, h, part)
 
     def way(self, own: Vector, have: int, wanted: int) -> Vector:

@@ -15,6 +15,7 @@ from pyps.errors import InputError
 from pyps.formats import MAX_BATCH
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.options import MAX_DEPTH
+from pyps.native.decisions import TIMES_ALONE, unmet
 from pyps.native.values import Hyper, Optimizer, Replay
 from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import Metrics, Result, SimulatedReplan, rank_results
@@ -75,6 +76,9 @@ def simulate(
     if target_loss is not None and objective is None:
         raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
     chosen = _policy_of(scenario, policy) if isinstance(policy, str) else policy
+    if objective is None and (why := unmet(chosen.needs, TIMES_ALONE)):
+        expected = "one that looks at times alone, or an objective (--learn)"
+        raise InputError("simulate", "policy", f"{chosen}, which {why}", expected)
     depths = _depths(scenario, pipeline)
     if max(depths) > 1:
         check_pipeline(chosen)

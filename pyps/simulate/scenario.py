@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -151,13 +151,30 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
     cluster = _readable(path)
     profiles = {group.name: fitted_profile(group.profile) for group in cluster.worker}
     plan = _plan(path, cluster, profiles, plan_path)
+    scenario = planned_scenario(cluster, profiles, plan, str(plan_path or path), even=even)
+    if plan_path is None:
+        return scenario
     fitted = [profiles[group.name] for group in cluster.worker]
+    stated = plan.run.policy if plan.run else scenario.policy
+    return replace(scenario, policy=stated, differences=tuple(differences(plan, cluster, fitted)))
+
+
+def planned_scenario(
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    plan: Plan,
+    where: str = CLUSTER_FILE,
+    *,
+    even: bool = False,
+) -> Scenario:
+    """The scenario of a cluster and its plan; arguments as of `scenario_of`.
+
+    profiles: by the names of groups. where: the file of the plan, for errors.
+    """
     batches = [w.batch for w in plan.workers]
     if even:
         if any(shared.devices is not None for shared in cluster.shared):
-            raise InputError(
-                str(path), "shared.devices", "with an even split", "groups that share no devices"
-            )
+            raise InputError(where, "shared.devices", "with an even split", "groups that share no devices")
         batches = _even_batches(plan)
     local = plan.run is not None and plan.run.local_steps is not None
     built = {n: w for g in cluster.worker for n, w in _workers(cluster, g, profiles[g.name]).items()}
@@ -178,12 +195,11 @@ def scenario_of(path: StrPath, *, even: bool = False, plan_path: StrPath | None 
         hosts={name: link.bytes_per_second for name, link in links.items()}
         | {host.name: host.bandwidth for host in simulation.host},
         faults=tuple(stated_faults(cluster, used)),
-        schedule=None if even else plan_turns(plan, str(plan_path or path)),
+        schedule=None if even else plan_turns(plan, where),
         local=local,
-        policy=plan.run.policy if plan.run and plan_path is not None else cluster.run.policy or "",
+        policy=cluster.run.policy or "",
         round_timeout=(plan.run or cluster.run).round_timeout,
         pipelined=plan.run is not None and plan.run.pipeline,
-        differences=tuple(differences(plan, cluster, fitted)) if plan_path is not None else (),
         too_large=tuple(_too_large(plan, batches)) if even else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )

@@ -9,6 +9,7 @@ gradients under way differ from it, and the worker adds that of its own, by mome
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -38,6 +39,21 @@ def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
         return hyper.lr * (steps > 0)
     moved = (1.0 - hyper.dampening) * sum(hyper.momentum**k for k in range(steps))
     return hyper.lr * (hyper.momentum * moved + (steps > 0) if hyper.nesterov else moved)
+
+
+def share_of_way(hyper: Hyper, optimizer: Optimizer, part: float) -> float:
+    """Return how much of its own gradient's way a worker goes on: min(1, sqrt(part) / (1 - momentum)).
+
+    part: of a global batch, that the gradient's samples are. Let each worker go on by a share a of its own
+    gradient. On a quadratic the workers' mean is then late by 1 - a: not at all with a = 1. But each worker's
+    own point is off by the noise of its gradient, whose variance is 1 / part that of a round's, and where the
+    loss is no quadratic that harms as well. This a is the largest with which that noise moves a worker no
+    further than a round's noise moves the parameters in all, lr / (1 - momentum). Adam's own moments weigh
+    what a worker adds, so all of it counts.
+    """
+    if optimizer in ADAM:
+        return 1.0
+    return min(1.0, math.sqrt(part) / max(1.0 - hyper.momentum, 1e-6))
 
 
 class UnderWay(Generic[G]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyps.native.values import Flat, Hyper, Optimizer, PushRequest, Tensor
-from pyps.step.own import ADAM, UnderWay, way_of
+from pyps.step.own import ADAM, UnderWay, share_of_way, way_of
 from pyps.worker.differences import BLOCK, OwnMoments
 
 
@@ -20,11 +20,15 @@ def own_vectors(optimizer: Optimizer, depth: int) -> int:
 
 @dataclass(frozen=True)
 class Pushed:
-    """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along."""
+    """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along.
+
+    part: of a global batch, that its samples are.
+    """
 
     flat: Flat
     hyper: tuple[Hyper, ...]
     scale: float
+    part: float
 
 
 class Onward:
@@ -47,9 +51,10 @@ class Onward:
         if known and (bound := max(h.clip_norm for h in request.hyper)):
             norm = abs(scale) * math.sqrt(sum(_squares(flat[part]) for part in self._parts.values()))
             scale *= min(1.0, bound / norm) if norm else 1.0
+        part = request.samples / self._global_batch
         if known and self._optimizer in ADAM:
             flat, scale = self._differences(request, flat, scale), 1.0
-        self._under_way.sent(Pushed(flat, request.hyper, scale) if known else None)
+        self._under_way.sent(Pushed(flat, request.hyper, scale, part) if known else None)
 
     def arrived(self) -> None:
         """The oldest is no more under way."""
@@ -67,6 +72,7 @@ class Onward:
             for group, part in self._parts.items():
                 hyper = pushed.hyper[group]
                 way = way_of(hyper, self._optimizer, wanted) - way_of(hyper, self._optimizer, have)
+                way *= share_of_way(hyper, self._optimizer, pushed.part)
                 clip = 0.0 if self._optimizer in ADAM else hyper.clip
                 _move(params[part], pushed.flat[part], way, pushed.scale, clip)
 

@@ -38,14 +38,6 @@ def test_pulls(shm: Path) -> None:
     assert not list(shm.iterdir())
 
 
-def test_ranges(shm: Path) -> None:
-    small = ("--parameters", "200000", "--large", "4000000", "--rounds", "1")
-    text = output("ranges.py", *small, "--folder", str(shm))
-    for row in ("pull, 1 %, rows", "push, 1 %, one piece", "int8 codes of all", "leave"):
-        assert f"| {row} " in text
-    assert not list(shm.iterdir())
-
-
 def test_pages(shm: Path) -> None:
     text = output("pages.py", "--parameters", "50000", "--table", "64000", "--rounds", "1")
     for row in ("push, sgd", "pull, adamw", "pull, 100 rows of 0 MB"):

@@ -9,11 +9,7 @@ from pathlib import Path
 import local_link
 import local_samples
 import local_steps
-import local_tried
-import local_wide
 import pytest
-import torch
-from local_tried import EVERY_STEP, FREE, PLANNED, Outer, Store, Training, replace
 
 from pyps.formats import read_plan
 
@@ -90,80 +86,3 @@ def test_samples_of_ddp_and_of_local_steps(
     family, batch, outer = way
     made = local_samples.Way("", family, batch, outer, averages=outer is not None, lr=0.01)
     assert 0 < local_samples.train(made, 0, 600) <= 600
-
-
-def test_64_workers_learn() -> None:
-    result = local_wide.learned(10, local_wide.WAYS[1], 0.016, 0, count=2)
-    assert result.samples == 2 * local_wide.scenario(10, True).global_batch == 2 * 64 * 50
-    assert result.curve[-1][2] < result.curve[0][2]
-    assert len(local_wide.seconds_to(result)) == len(local_wide.LOSSES)
-
-
-def test_the_best_rate_has_slower_ones_on_both_sides() -> None:
-    tried: list[float] = []
-
-    def cost(rate: float) -> float:
-        tried.append(rate)
-        return abs(math.log2(rate / 0.064))
-
-    assert local_wide.best_rate(cost) == pytest.approx(0.064)
-    assert sorted(tried) == pytest.approx([0.008, 0.016, 0.032, 0.064, 0.128])
-    assert local_wide.best_rate(lambda rate: math.inf) == local_wide.FIRST_RATE
-
-
-class Bowl:
-    """A task: gradients of |w|^2 / 2, whatever the samples."""
-
-    sizes = (3, 2)
-    flat = torch.ones(5)
-
-    def gradient(self, w: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        return w.clone()
-
-    def loss(self, w: torch.Tensor) -> float:
-        return 3.0 + float(w @ w)
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        EVERY_STEP,
-        PLANNED,
-        FREE,
-        replace(FREE, merges=3),
-        replace(FREE, outer=Outer(0.75, 0.3, 4, look=1.0)),
-        replace(FREE, outer=Outer(align=0.2)),
-        replace(PLANNED, begin=0.25, shared="mv", steps=(2, 20), average=0.5),
-    ],
-)
-def test_every_way_goes_down(way: local_tried.Way) -> None:
-    curve = Training(way, Bowl(), 2000).run()  # type: ignore[arg-type]
-    assert curve[-1][1] >= 2000
-    assert curve[-1][2] < 0.9 * curve[0][2]
-    assert all(math.isfinite(loss) for _, _, loss in curve)
-
-
-def test_delayed_momentum_comes_to_as_much_as_momentum_each_time() -> None:
-    """Of a constant difference, once the momentum has come to rest; in between there are plain steps."""
-    way, ends = torch.tensor([1.0, -2.0]), []
-    for outer in (Outer(0.5, 0.5), Outer(0.5, 0.5, 4)):
-        store = Store(torch.zeros(2), outer, [2])
-        for _ in range(80):
-            store.push(way, 0.25)
-        before = store.w.clone()
-        for _ in range(4):
-            store.push(way, 0.25)
-        ends.append(store.w - before)
-    assert torch.allclose(ends[0], -way)
-    assert torch.allclose(ends[0], ends[1])
-
-
-@pytest.mark.parametrize(("cosine", "kept"), [(1.0, True), (0.1, False), (-0.5, False)])
-def test_a_difference_against_the_momentum_is_corrected(cosine: float, kept: bool) -> None:
-    store = Store(torch.zeros(2), Outer(align=0.3), [2])
-    store.m = torch.tensor([2.0, 0.0])
-    way = torch.tensor([cosine, math.sqrt(1.0 - cosine**2)])
-    changed = store.aligned(way)
-    assert torch.allclose(changed, way) == kept
-    assert float(changed[0]) >= float(way[0])
-    assert float(changed.norm()) <= 1.0 + 1e-6

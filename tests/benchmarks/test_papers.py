@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import acceptance
 import papers
-import papers_rivals
-import papers_saps
 import pytest
 import ringmaster
 import tuning
@@ -37,17 +33,6 @@ def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) 
     assert sum(line.startswith("| ") for line in text.splitlines()) == competitors + tables
     assert "(threshold: " in text
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_command_makes_the_whole_page() -> None:
-    """Each section of the page is a part of papers.py, or written by another script of `make papers`."""
-    root = Path(__file__).resolve().parents[2]
-    _, _, rest = (root / "Makefile").read_text().partition("\npapers:")
-    scripts = re.findall(r"\$\(PY\) (\S+\.py) --docs", rest.partition("\n\n")[0])
-    text = "".join((root / script).read_text() for script in scripts)
-    others = set(re.findall(r"write_section\(\"(\w+)\"", text))
-    page = (root / "docs" / "results" / "papers.md").read_text()
-    assert set(re.findall(r"<!-- (\w+): begin -->", page)) <= {*papers.PARTS, *others}
 
 
 @pytest.mark.parametrize("best", [1, 3, 24])
@@ -110,19 +95,6 @@ def test_an_end_of_what_was_tried_is_the_policys_own_or_counts_as_missed() -> No
     shares = acceptance.FEWER.rungs("bsp")
     assert [acceptance.FEWER.place(shares[k], 8) for k in (0, 1, -1)] == ["edge", "inside", "edge"]
     assert tuning.Competitor("one", ("asp",)).place("asp", 8) == "inside"
-
-
-def test_every_best_value_of_the_page_is_inside_or_at_an_end_of_its_own() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "results" / "papers.md").read_text()
-    places: Counter[str] = Counter()
-    for table in re.findall(r"\*\*`([\w-]+)`[^\n]*\n\n((?:\|[^\n]*\n)+)", page):
-        workers = len(tuning.cluster_of(tuning.TuningScenario(table[0]), planned=False).workers)
-        several = (*vars(acceptance).values(), *papers_rivals.RIVALS, *papers_saps.competitors(table[0]))
-        known = {c.title: c for c in several if isinstance(c, tuning.Competitor)}
-        for title, policy in re.findall(r"^\| ([^|]*?) +\| +`(\S+)` \|", table[1], re.MULTILINE):
-            places[known.get(title, acceptance.PLANNED).place(policy, workers)] += 1
-    assert places["edge"] == 0, places
-    assert places["inside"] > 50
 
 
 def test_the_setting_of_ringmaster(quick: Quick) -> None:

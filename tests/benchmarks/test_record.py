@@ -1,13 +1,15 @@
-"""benchmarks/record.py: figures that are kept survive a kill, and each table has its place in docs/."""
+"""benchmarks/record.py: figures and tables that are kept survive a kill."""
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
-from record import DOCS, Kept
+import pytest
+import record
+from record import Kept
 
-BENCHMARKS = DOCS.parent / "benchmarks"
+BENCHMARKS = Path(record.__file__).parent
 
 
 def test_a_line_that_was_cut_is_left_out_and_does_not_spoil_the_next(tmp_path: Path) -> None:
@@ -22,15 +24,24 @@ def test_a_line_that_was_cut_is_left_out_and_does_not_spoil_the_next(tmp_path: P
     assert (last.get("first"), last.get("second")) == ([1.0, 2.0], {"loss": 4.0})
 
 
-def test_each_section_that_a_benchmark_writes_has_its_markers() -> None:
-    """Before hours of measuring have gone by."""
-    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
-    named = set()
-    for path in BENCHMARKS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("write_section"):
-                first = node.args[0]
-                chosen = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
-                named |= {one.value for one in chosen if isinstance(one, ast.Constant)}
-    assert len(named) > 40
-    assert not {name for name in named if f"<!-- {name}: begin -->" not in pages}
+def test_a_table_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name of its page, beside those of other benchmarks; a later one replaces it."""
+    monkeypatch.setattr(record, "OUT", tmp_path / "out")
+    record.save_table("core", "| first |")
+    record.save_table("deep", "| of another page |", "papers.md")
+    record.save_table("core", "| second |")
+    kept = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert kept == {"benchmarks-core.md": "| second |\n", "papers-deep.md": "| of another page |\n"}
+
+
+def test_make_runs_every_benchmark() -> None:
+    """Each file is a command of a target or of the reference, or such a command needs it."""
+    files = {path.stem: path for path in BENCHMARKS.rglob("*.py")}
+    run = re.findall(r"benchmarks/(?:\w+/)?(\w+)\.py", (BENCHMARKS.parent / "Makefile").read_text())
+    reached, ahead = set[str](), {*run, "size"}
+    while ahead:
+        text = files[name := ahead.pop()].read_text()
+        reached.add(name)
+        needed = re.findall(r"^\s*(?:import|from) (\w+)|(\w+)\.py\"", text, re.MULTILINE)
+        ahead |= {one for pair in needed for one in pair if one in files} - reached
+    assert files.keys() - reached == set()

@@ -17,7 +17,7 @@ FILES = {
     "pyps/a/round.py": "from pyps.a import circle\n\nNAME = 'PYPS_SEED'\nERROR = 'PYPS_EBUSY'\n",
     "pyps/a/circle.py": "def late():\n    from pyps.a.round import NAME\n    return NAME\n",
     "pyps/a/long.py": "def long():\n" + "    x = 1\n" * 60 + "\n\ndef short():\n" + "    x = 1\n" * 59,
-    "pyps/a/options.py": "def run(policy, codec, depth, seed, samples): ...\n" * 2 + "\n" * 499,
+    "pyps/a/options.py": "def run(policy, codec, depth, seed, samples): ...\n" * 2 + "\n" * 699,
     "pyps/formats/schemas/plan.schema.json": "{}\n",
     "pyps/_native.c": "built\n",
     "solver/__init__.py": "from pyps.solver import used\n",
@@ -29,14 +29,14 @@ FILES = {
     "tests/test_it.py": "\n" * 1000,
 }
 COUNTED = {
-    "lines of pyps": 2 + 675,
-    "lines of pyps/a": 1 + 43 + 4 + 3 + 123 + 501,  # in the order of FILES
+    "lines of pyps": 2 + 875,
+    "lines of pyps/a": 1 + 43 + 4 + 3 + 123 + 701,  # in the order of FILES
     "lines of solver": 1,
     "lines of csrc": 5 + 4 + 3 + 4,
     "Python files": 9,
     "C files": 4,
     "functions past 60 lines": 1,
-    "files past 500 lines": 1,
+    "files past 700 lines": 1,
     "classes past 20 public methods": 1,
     "constructors past 8 parameters": 1,
     "places that list a run's options": 2,

@@ -171,6 +171,7 @@ static void spoil(pyps_push_args *a) {
     if (seldom(10)) a->staging = odd();
     if (seldom(10)) a->samples = odd();
     if (seldom(30)) a->scale = (float)NAN;
+    if (seldom(8)) a->weighted = 1, a->weight = seldom(4) ? (double)NAN : 3;
     if (seldom(5)) a->encoded = 1;
     if (seldom(5)) a->gradient = values;
     if (seldom(8)) a->base_version = odd();

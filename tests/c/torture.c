@@ -228,6 +228,8 @@ static void push_once(pyps_store *s) {
                            .hyper = &hypers[optimizer],
                            .codec = parts == 2 ? PYPS_F32 : codecs[rand() % 5]};
     if (parts == 2) args.ranges = &part, args.range_count = 1;
+    else if (rand() % 2)
+        args.weighted = 1, args.weight = 1 + rand() % 8; /* all gradients of a round are alike */
     args.error_feedback = args.codec != PYPS_F32;
     args.nonfinite = (uint32_t)rand() % 3; /* all values are finite */
     if (rand() % HASTE == 0) {

@@ -14,7 +14,8 @@ import pyps.cli.profile as command
 from pyps.cli import main_profile
 from pyps.cli.profile_files import merged_profile
 from pyps.errors import InputError
-from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_profile
+from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_cluster, read_profile
+from pyps.profiler import select_fit
 
 pytestmark = pytest.mark.slow
 
@@ -385,3 +386,30 @@ def test_a_budget_limits_the_batch(shell: Shell) -> None:
     assert done.code == 2
     assert "memory" in done.err
     assert files() == []
+
+
+def test_one_command_measures_the_machine_writes_the_cluster_file_and_plans(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(model: str, *, device: str, batches: list[int] | None, **_: object) -> Profile:
+        points = [Point(batch=b, seconds=0.01 + 0.001 * b) for b in batches or (1, 8, 64)]
+        info = ModelInfo(name=model)
+        return Profile(device=Device(name=device), model=info, points=points, fit=select_fit(points))
+
+    monkeypatch.setattr(command, "profile_model", measured)
+    machine = ["m", "--all"]
+    done = shell(*machine, "--cluster", "cluster.toml", "-B", "48")
+    assert done.code == 0, done.err
+    assert "iteration  58.00 ms" in done.out
+    assert "wrote cluster.toml" in done.err
+    assert read_profile(read_cluster("cluster.toml").worker[0].profile).points[-1].batch == 64
+    for more, said in (
+        (["--cluster", "cluster.toml", "-B", "48"], "which is there"),
+        (["--cluster", "new.toml"], "--global-batch: found nothing"),
+        (["--cluster", "new.toml", "-B", "48", "--batches", "1,2"], "--batches as well"),
+    ):
+        refused = shell(*machine, *more)
+        assert refused.code == 2
+        assert said in " ".join(refused.err.split())
+    assert "--all, too" in shell("m", "--cluster", "new.toml", "-B", "48").err
+    assert not Path("new.toml").exists()

@@ -110,7 +110,9 @@ def found_by(mutant: Mutant) -> str:
         copy = Path(name)
         for part in PARTS:
             source = ROOT / part
-            shutil.copytree(source, copy / part) if source.is_dir() else shutil.copy(source, copy / part)
+            shutil.copytree(source, copy / part, symlinks=True) if source.is_dir() else shutil.copy(
+                source, copy / part
+            )
         mutated(mutant, copy)
         if mutant.path.startswith("csrc/"):
             build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]

@@ -47,8 +47,6 @@ def test_the_page_adds_a_policy(tmp_path: Path, shm: Path) -> None:
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so*", "__pycache__", "lib")
         )
-    for name in ("solver", "profiler"):
-        shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc/policy/policy_fedasync.c").write_text(block("c"), encoding="utf-8")

@@ -8,7 +8,8 @@ import pytest
 
 from pyps import errors, native
 from pyps.native.decisions import PolicyParams
-from pyps.store.policies import DCASGD, Custom, Policy, SaPS
+from pyps.simulate import Logistic, Scenario, SimWorker, simulate
+from pyps.store.policies import DCASGD, Custom, Policy, SaPS, policy_named
 
 # Under any parameters; every policy that is not named for a need does not have it.
 NEEDS = {
@@ -65,3 +66,16 @@ def test_what_the_core_would_refuse_is_refused_by_its_name(name: str) -> None:
 def test_an_unknown_number_is_refused() -> None:
     with pytest.raises(errors.UnknownPolicy, match="found 14"):
         native.policy_needs(14)
+
+
+@pytest.mark.parametrize("text", [*Policy.known, "saps:threshold=quantile", "saps:threshold=fixed"])
+def test_virtual_time_without_gradients_refuses_policies_that_look_at_them(text: str) -> None:
+    """Their norms would all be 0: the figures would be those of asp."""
+    scenario = Scenario(tuple(SimWorker(f"w{k}", 4, lambda b: 0.1 * b) for k in range(2)))
+    objective = Logistic(seed=0)
+    assert simulate(scenario, text, iterations=2, objective=objective).samples == 16
+    if policy_named(text).needs.needs_grad_norm:
+        with pytest.raises(errors.InputError, match="saps, which looks at gradients; expected"):
+            simulate(scenario, text, iterations=2)
+    else:
+        assert simulate(scenario, text, iterations=2).samples == 16

@@ -1,4 +1,4 @@
-"""The 90 % band on curves that benchmarks/outside.py has not: its two constants were chosen on these."""
+"""The 90 % band on curves that benchmarks/outside/ has not: its two constants were chosen on these."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pyps.formats.options import VARIABLES, declared
 from pyps.run import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("python.md", "cli.md", "options.md", "c.md", "formats.md", "files.md")
+PAGES = ("python.md", "cli.md", "options.md", "c.md", "formats.md", "files.md", "sizes.md")
 
 
 def text_of(reference: Path, name: str) -> str:

@@ -47,10 +47,11 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel without the core, built from a copy of what git would give."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("pure")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.split("\0"):
-        if (ROOT / name).is_file():
+    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in filter(None, found.split("\0")):
+        if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, source / name)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out)]
     done = subprocess.run(
         [*pip, str(source)], env={**os.environ, "PYPS_NO_CORE": "1"}, capture_output=True, text=True

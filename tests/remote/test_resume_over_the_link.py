@@ -1,7 +1,7 @@
 """A run of two hosts, here folders, that share a served store: all of it killed with -9, and resumed.
 
 Local steps, whose differences travel in eight bits: besides the store's state there are each worker's own
-optimizers and what its codes have not carried yet. A longer run on a shaped link: benchmarks/local_kill.py.
+optimizers and what its codes have not carried yet.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_what_a_death_takes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"), [("bsp", 1), ("softsync:n=2", 1), ("softsync:n=2", 2), ("saps", 2)]
+    ("policy", "depth"), [("bsp", 1), ("softsync:n=2", 1), ("softsync:n=2", 2), ("saps:threshold=fixed", 2)]
 )
 def test_every_sample_counts_once(policy: str, depth: int) -> None:
     workers = tuple(
@@ -75,7 +75,9 @@ def test_samples_that_count_twice_are_found() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.2])
-@pytest.mark.parametrize(("policy", "depth"), [("bsp", 1), ("asp", 2), ("saps:abort=true", 1)])
+@pytest.mark.parametrize(
+    ("policy", "depth"), [("bsp", 1), ("asp", 2), ("saps:threshold=fixed,abort=true", 1)]
+)
 def test_micro_batches_at_once_change_no_time(policy: str, depth: int, sigma: float) -> None:
     """With a timeline each micro-batch is an event; a step that a death ends has then drawn less jitter."""
     workers = tuple(

@@ -111,6 +111,16 @@ def test_the_way_of_a_gradient_is_scaled_clipped_and_whole() -> None:
     assert not params.any(), "one is not finite, one was skipped"
 
 
+def test_a_part_of_a_round_goes_on_by_the_root_of_its_part() -> None:
+    """Unless momentum makes a gradient's own step short beside the way of a round's gradient."""
+    tensors = (Tensor("w", (1,), 0, 0, 1), Tensor("v", (1,), 1, 1, 1))
+    hypers = Hyper(lr=0.5), Hyper(lr=0.5, momentum=0.75)
+    own, params = Onward(Optimizer.MOMENTUM, tensors, 16), np.zeros(2, np.float32)
+    own.sent(PushRequest(0, 1, hypers), np.ones(2, np.float32))
+    own.go_on(params)
+    np.testing.assert_allclose(params, [-0.5 / 4, -0.5])
+
+
 def test_adam_goes_on_by_how_gradients_differ_from_its_mean() -> None:
     """Against the formulas, in two groups with constants of their own; the first gradient tells nothing."""
     hypers = Hyper(lr=0.1, betas=(0.5, 0.75)), Hyper(lr=0.2, betas=(0.9, 0.99), clip=1.0)

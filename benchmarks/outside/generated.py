@@ -1,16 +1,11 @@
-"""Plans made from half of what others measured, valued on all of it.
+"""Plans made from half of the points of generated curves, valued on the whole curves.
 
-    python benchmarks/outside.py [--seeds 20] [--family NAME] [--docs]
-    python benchmarks/outside.py --cliffs [--seeds 20] [--docs]
+    python benchmarks/outside/generated.py [--seeds 20] [--family NAME] [--save]
+    python benchmarks/outside/generated.py --cliffs [--seeds 20] [--save]
 
-Every device has a curve: seconds a step by batch. The planner sees every second point of it. Its split is
-timed on the whole curve, and compared with the fastest split of the whole curve: 1.00 is the best that can
-be. Rivals see the same points and use the same exact split: straight lines between the points (monotone),
-one fitted line, and the even split.
-
-Families: `gavel`, the throughput table of Gavel (Narayanan and others, OSDI 2020, MIT licence), valued
-between its points on straight lines and below the smallest one at its time, as nothing faster was measured;
-and curves that this file generates, valued without the noise of their points:
+The planner sees every second point of each device's curve. Its split is timed on the whole curve, without the
+noise of its points, and compared with the fastest split of the whole curve: 1.00 is the best that can be.
+measured.py does this with what others measured; planners.py has the rivals. Families:
 
     noisy     32 batches, 5 % noise: a line with an efficiency that wanders by some 5 %
     stepped   32 batches, 1 % noise: work comes in tiles of 8, 16 or 32 samples
@@ -35,26 +30,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from record import machine, table, write_section
+from planners import PLANNERS, Known, Measured, even, iteration, plan, record
 
 from pyps.errors import Infeasible
-from pyps.formats import Device, Fit, ModelInfo, Point, Profile
-from pyps.profiler import select_fit
-from pyps.profiler.blend import monotone_polygon
-from pyps.profiler.multiples import at_multiple, shown_multiple
-from pyps.solver import Cost, Costs, Line, Problem, Table, solve
-from pyps.solver.ranks import cost_of
+from pyps.solver import Cost, Line, Table
 
-GAVEL = Path(__file__).resolve().parent / "curves" / "gavel.csv"
 CLUSTERS = 10  # a seed
 OFF = 0.20  # relative: a prediction further off is counted
 POINTS_AND_NOISE = {
@@ -68,13 +55,11 @@ KINDS = ("waves", "tiles", "cliffs", "cache", "wander", "multiples")
 SPREAD = {f"{kind} {seen}": seen for kind in KINDS for seen in (5, 9)}
 MULTIPLE = 8
 SPREAD_NOISE, OUTLIERS, OUTLIER = 0.03, 0.03, 1.5
-FAMILIES = ("gavel", *POINTS_AND_NOISE, *SPREAD)
+FAMILIES = (*POINTS_AND_NOISE, *SPREAD)
 DENSE = ("noisy", "stepped", "kneed", "tails")
 BEHIND, DENSE_MEAN, SPARSE_MEAN, DENSE_OFF, P90 = 0.0, 1.01, 1.03, 0.01, 1.10  # what is promised
 BANDS = (0.85, 0.95)
 LEVEL = 0.001  # means and quantiles that differ by less are the same
-
-Measured = tuple[tuple[int, float], ...]  # batch, seconds
 
 
 @dataclass(frozen=True)
@@ -104,15 +89,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a planner makes of a device's points. multiple: of which it plans batches."""
-
-    cost: Cost
-    multiple: int = 1
-    fit: Fit | None = None
-
-
-@dataclass(frozen=True)
 class Case:
     """One cluster: for each rival the iteration's time over the fastest; what the planner predicted."""
 
@@ -122,45 +98,6 @@ class Case:
     inside: list[bool]  # whether each of these is within the band
 
 
-# ---- planners ----
-
-
-@functools.cache
-def blended(points: Measured) -> Known:
-    """As pyps does it, with the batch_multiple that it proposes."""
-    measured = [Point(batch=b, seconds=s) for b, s in points]
-    device, model = Device(name="d"), ModelInfo(name="m")
-    profile = Profile(device=device, model=model, points=measured, fit=select_fit(measured))
-    multiple = shown_multiple(profile) or 1
-    fit = at_multiple(profile, multiple).fit
-    assert fit is not None
-    return Known(cost_of(fit), multiple, fit)
-
-
-def interpolated(points: Measured) -> Known:
-    """Straight lines between the points, flat before the first, at the last slope after the last one."""
-    batches, seconds = np.array([b for b, _ in points]), np.array([s for _, s in points])
-    knots = [(int(b), float(s)) for b, s in zip(batches, monotone_polygon(seconds), strict=True)]
-    if len(knots) == 1:
-        return Known(Table(tuple(knots)))
-    (b0, s0), (b1, s1) = knots[-2:]
-    return Known(Table((*knots, (2 * b1, s1 + (s1 - s0) / (b1 - b0) * b1))))
-
-
-def fitted_line(points: Measured) -> Known:
-    """Least squares, with c and a of at least zero."""
-    batches, seconds = np.array([b for b, _ in points], float), np.array([s for _, s in points])
-    slope, fixed = np.polyfit(batches, seconds, 1)
-    if fixed < 0:
-        fixed, slope = 0.0, float((batches * seconds).sum() / (batches * batches).sum())
-    return Known(Line(float(fixed), max(float(slope), 1e-12)))
-
-
-PLANNERS: Mapping[str, Callable[[Measured], Known]] = {
-    "pyps": blended,
-    "interpolation": interpolated,
-    "line": fitted_line,
-}
 EVEN = "even"
 SHARES = 0.0, 0.1, 0.2, 0.3, 0.5
 
@@ -179,21 +116,6 @@ def all_but_the_place(curve: Curve, share: float) -> Known:
 
 
 # ---- curves ----
-
-
-def measured_truth(points: Sequence[tuple[int, float]]) -> Table:
-    batches, seconds = np.array([b for b, _ in points]), np.array([s for _, s in points])
-    return Table(tuple((int(b), float(s)) for b, s in zip(batches, monotone_polygon(seconds), strict=True)))
-
-
-def gavel() -> list[list[Curve]]:
-    """For each model of Gavel the curves of its devices."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    with open(GAVEL, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            device = found.setdefault(row["model"], {}).setdefault(row["device"], [])
-            device.append((int(row["batch"]), float(row["seconds"])))
-    return [[Curve.half_seen(p, measured_truth(p)) for p in devices.values()] for devices in found.values()]
 
 
 def generated(family: str, luck: np.random.Generator) -> Curve:
@@ -280,15 +202,6 @@ def _wandering(batch: np.ndarray, luck: np.random.Generator) -> np.ndarray:
 # ---- plans ----
 
 
-def plan(known: Sequence[Known], total: int, most: Sequence[int]) -> np.ndarray:
-    costs, multiples = Costs.stack([one.cost for one in known]), [one.multiple for one in known]
-    return solve(Problem.of(costs, total, max_batch=list(most), batch_multiple=multiples)).batches
-
-
-def iteration(costs: Sequence[Cost | Curve], batches: np.ndarray) -> float:
-    return max(cost.seconds(int(b)) for cost, b in zip(costs, batches, strict=True) if b)
-
-
 def fastest(curves: Sequence[Curve], total: int, most: Sequence[int]) -> float:
     """The iteration of the best split. Each device either keeps to multiples, or has all batches at the
     longer times: the best of all choices.
@@ -318,10 +231,10 @@ def case(curves: Sequence[Curve], total: int) -> Case:
     best = fastest(curves, total, most)
     known = {name: [planner(curve.seen) for curve in curves] for name, planner in PLANNERS.items()}
     splits = {name: plan(one, total, most) for name, one in known.items()}
-    even = np.array([total // len(curves) + (k < total % len(curves)) for k in range(len(curves))])
-    splits[EVEN] = np.minimum(even, most)
+    equal = even(total, len(curves))
+    splits[EVEN] = np.minimum(equal, most)
     over = {name: iteration(curves, split) / best for name, split in splits.items()}
-    if (even > most).any():
+    if (equal > most).any():
         over[EVEN] = float("nan")
     misses, inside = [], []
     for one, curve in zip(known["pyps"], curves, strict=True):
@@ -351,9 +264,8 @@ def clusters(family: str, seeds: int) -> Iterator[tuple[list[Curve], int]]:
     for seed in range(seeds):
         luck = np.random.default_rng(seed)
         make = spread if family in SPREAD else generated
-        models = gavel() if family == "gavel" else [[make(family, luck) for _ in range(8)]]
+        known = [make(family, luck) for _ in range(8)]
         for _ in range(CLUSTERS):
-            known = models[luck.integers(len(models))]
             curves = [known[k] for k in luck.integers(0, len(known), luck.integers(2, 7))]
             total = int(sum(curve.largest for curve in curves) * luck.uniform(0.2, 0.9))
             if any(curve.off > 1 for curve in curves):  # as people choose it for such devices
@@ -415,11 +327,14 @@ def without_the_place(seeds: int) -> str:
         for curves, total in clusters(family, seeds):
             most = [curve.largest for curve in curves]
             best = fastest(curves, total, most)
-            known = [[planner(curve.seen) for curve in curves] for planner in (blended, interpolated)]
+            known = [
+                [planner(curve.seen) for curve in curves]
+                for planner in (PLANNERS["pyps"], PLANNERS["interpolation"])
+            ]
             known += [[all_but_the_place(curve, share) for curve in curves] for share in SHARES]
             found.append([iteration(curves, plan(one, total, most)) / best for one in known])
         rows.append([family, str(len(found)), *(f"{mean:.3f}" for mean in np.mean(found, axis=0))])
-    return table(rows)
+    return record.table(rows)
 
 
 def main() -> None:
@@ -429,13 +344,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--family", choices=FAMILIES)
     parser.add_argument("--cliffs", action="store_true", help="plans that know all of a cliff but its place")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.cliffs:
-        text = f"{machine()}. {options.seeds} seeds.\n\n{without_the_place(options.seeds)}"
+        text = f"{record.machine()}. {options.seeds} seeds.\n\n{without_the_place(options.seeds)}"
         print(text)
-        if options.docs:
-            write_section("outside-cliffs", text)
+        if options.save:
+            record.save_table("outside-cliffs", text)
         return
     tails = ["p90", "interpolation's", "worst", "plans off", "points off", "in band"]
     heading = ["curves", "clusters", *PLANNERS, EVEN, *tails]
@@ -445,13 +360,14 @@ def main() -> None:
         rows.append(row(family, found))
         short += shortfalls(family, found)
     text = (
-        f"{machine()}. {options.seeds} seeds. Mean time of an iteration over the fastest. Plans and points "
-        f"off: predicted wrong by more than {OFF:.0%}, of planned iterations and of batches left out.\n\n"
-        f"{table(rows)}\n\n" + ("; ".join(short) if short else "All that is promised is kept.")
+        f"{record.machine()}. {options.seeds} seeds. Mean time of an iteration over the fastest. Plans and "
+        f"points off: predicted wrong by more than {OFF:.0%}, of planned iterations and of batches left "
+        "out.\n\n"
+        f"{record.table(rows)}\n\n" + ("; ".join(short) if short else "All that is promised is kept.")
     )
     print(text)
-    if options.docs:
-        write_section("outside", text)
+    if options.save:
+        record.save_table("outside-generated", text)
     sys.exit(bool(short))
 
 
