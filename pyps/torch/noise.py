@@ -76,8 +76,10 @@ class GradientNoise:
         amplified = mean.scaler.get_scale() ** 2 if mean.scaler is not None else 1.0
         # What entered was N b_k / B times this rank's gradient, before `late`.
         square = float(self._own.take()) * float(mean.late) ** 2 / amplified
-        sums = torch.tensor([square / (mean.ranks**2 * share), 1.0] if share else [0.0, 0.0])
-        sums = sums.to(mean.device, torch.float64)
+        sums = torch.tensor(
+            [square / (mean.ranks**2 * share), 1.0] if share else [0.0, 0.0], dtype=torch.float64
+        )
+        sums = sums.to(mean.device)
         dist.all_reduce(sums, group=mean.group)
         squares, count = sums.tolist()
         found = square_norm(mean) / amplified
