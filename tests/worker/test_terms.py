@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.modules import loss as torchs
