@@ -28,8 +28,7 @@ class MicroBatches:
         """As GlobalMean.accumulate()."""
         if (parts is None) == (most is None):
             raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
-        sampler, whole = self._mean.sampler, isinstance(parts, Sequence)
-        known = None if sampler is None or sampler.accumulation > 1 else sampler.samples_now()
+        whole, known = isinstance(parts, Sequence), self._mean.samples_now()
         rows = samples_of(batch) if known is None else known
         if most is not None:
             _check_number("most", most)

@@ -253,6 +253,15 @@ class GlobalMean:
         """Whether the next pass computes samples that another pass counts: its gradient enters times 0."""
         self._empty = empty
 
+    def samples_now(self) -> int | None:
+        """This rank's samples of the batch that is computed now; None where no sampler tells."""
+        sampler = self.sampler
+        return None if sampler is None or sampler.accumulation > 1 else sampler.samples_now()
+
+    def meeting_groups(self) -> list[Any]:
+        """The groups in which the script may let ranks wait for each other; None stands for no group."""
+        return [self.group, self.peers, dist.group.WORLD]
+
     def meet(self, call: str) -> None:
         """Wait until all ranks make this call. Raises InputError on all where one makes another one."""
         self._agreement.exchange({"call": call}, [])

@@ -82,11 +82,11 @@ class GradientNoise:
         sums = sums.to(mean.device)
         dist.all_reduce(sums, group=mean.group)
         squares, count = sums.tolist()
-        found = square_norm(mean) / amplified
+        whole = square_norm(mean) / amplified
         if count < 2:
             return  # one gradient alone does not tell noise from signal
-        noise = (squares - found) * size / (count - 1)
-        new = torch.tensor([noise, found - noise / size, 1.0], dtype=torch.float64)
+        noise = (squares - whole) * size / (count - 1)
+        new = torch.tensor([noise, whole - noise / size, 1.0], dtype=torch.float64)
         if torch.isfinite(new).all():  # else a scaler drops this step
             self._sums = self._memory * self._sums + (1 - self._memory) * new
             self.batch, self.steps = self.batch or size, self.steps + 1

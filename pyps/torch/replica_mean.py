@@ -56,9 +56,12 @@ class ReplicaMean(GlobalMean):
             self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
         return self._manager.errored() is None
 
-    def meetings(self) -> int:
-        """They are counted as waits."""
-        return 0
+    def samples_now(self) -> int:
+        return self.rows
+
+    def meeting_groups(self) -> list[Any]:
+        """None: what the manager sums is counted as a wait."""
+        return []
 
     def check(self, found: torch.Tensor) -> None:
         """Note the samples of the step; others than the round's are not committed."""

@@ -182,7 +182,7 @@ class ComputeTimer:
             expected = f"{' or '.join(TIMED)}: pyps cannot time the steps of other devices"
             raise InputError("Rebalancer", "device", str(mean.device), expected)
         self._waiting = Waiting.on(mean.device)
-        self._groups = list(dict.fromkeys([mean.group, mean.peers, dist.group.WORLD]))
+        self._groups = list(dict.fromkeys(mean.meeting_groups()))
         self._began: Any = None
         self._waits: list[tuple[Any, Any]] = []
         self._between: list[tuple[Any, int]] = []  # passes: when, and how often ranks had met then

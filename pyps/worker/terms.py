@@ -145,7 +145,7 @@ class _Walk:
         if kept is not None:
             term = Term(node, name, True, kept, math.inf if by == 0 else 1 / by, device)
         else:
-            bare = device is None and abs(by) == 1
+            bare = device is None and all(n == -1 for n in path.by)  # a count may be 1
             count = None if bare else by if device is None else device * by
             term = Term(node, name, False, count, divisors=path.by, smoothing=_smooths(node))
         self.note(term)

@@ -152,6 +152,49 @@ def timed(
     return [seconds for _, seconds in finished]
 
 
+class SlowData(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples, of which a batch takes so many seconds to load."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 240
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        time.sleep(self.seconds)
+        return [torch.full((8,), float(row)) for row in rows]
+
+
+def timed_loading(group: dist.ProcessGroup, seconds: float, workers: int, every: int) -> list[float]:
+    """What the timer gives for each step; rank 0's data is slow. Ranks meet in DDP's broadcast of buffers,
+    and in the sum of a logged loss after every so many steps.
+    """
+    rank = dist.get_rank(group)
+    model = nn.Sequential(net(), nn.BatchNorm1d(4)).to(DEVICE)
+    ddp = DistributedDataParallel(model, process_group=group)
+    sampler = UnevenBatchSampler(240, [6, 4], rank)
+    mean = GlobalMean(ddp, sampler)
+    data = SlowData(seconds if rank == 0 else 0.0)
+    loader = DataLoader(
+        data, batch_sampler=sampler, num_workers=workers, prefetch_factor=1 if workers else None
+    )
+    timer = ComputeTimer(mean)
+    for step, inputs in enumerate(loader):
+        loss = square(ddp, inputs.to(DEVICE), inputs[:, :4].to(DEVICE) / 240)
+        mean.backward(loss)
+        mean.end_step()
+        timer.finish(step)
+        timer.start()
+        if step % every == every - 1:
+            dist.all_reduce(loss.detach().clone(), group=group)
+        if step == 13:
+            break
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return [took for step, took in timer.finished() if step > 3]
+
+
 def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: bool) -> list[float]:
     """The same for a GAN's step, whose two reductions rank 0 is late for. meets: and for a sum in between."""
     makes, judges = (

@@ -649,9 +649,11 @@ OF_ACCELERATE: dict[str, Callable[[Kit], float]] = {
     "skip_first_batches() of all": skips_all,
     "a scheduler made after prepare()": late_scheduler,
 }
+# FSDP2 alone loses a layer's gradient in the first, and cannot add sharded penalties to a loss.
+NOT_SHARDED = ("a gradient penalty", "a penalty on weights")
 KITS: dict[str, tuple[Kit, dict[str, Callable[[Kit], float]]]] = {
     "DDP": (Plain, COMMON | OF_DDP),
-    "FSDP2": (Sharded, COMMON),
+    "FSDP2": (Sharded, {name: cell for name, cell in COMMON.items() if name not in NOT_SHARDED}),
     "Accelerate": (Accelerated, COMMON | OF_DDP | OF_LIBRARIES | OF_ACCELERATE),
     "Fabric": (Fabric, COMMON | OF_LIBRARIES),
 }

@@ -53,9 +53,11 @@ class Seen:
         loss = self.loss(self.alone, *whole)
         loss.backward()  # type: ignore[no-untyped-call]
         self.losses.append(loss.item())
-        pairs = list(zip(self.trained.parameters(), self.alone.parameters(), strict=True))
+        every = zip(self.trained.parameters(), self.alone.parameters(), strict=True)
+        pairs = [pair for pair in every if pair[0].requires_grad and pair[1].grad is not None]
         found, right = (
-            torch.cat([p[k].grad.flatten() for p in pairs if p[1].grad is not None]) for k in (0, 1)
+            torch.cat([(torch.zeros_like(p[k]) if p[k].grad is None else p[k].grad).flatten() for p in pairs])
+            for k in (0, 1)
         )
         self.worst = max(self.worst, float((found - right).norm() / right.norm()))
 

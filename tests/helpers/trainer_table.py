@@ -46,7 +46,7 @@ TESTED = {  # of tests/torch, by feature and trainer
         "Accelerate": "test_adaptive.py::test_in_a_library_s_loop[Accelerate-accelerate]",
         "Fabric": "test_adaptive.py::test_in_a_library_s_loop[Fabric-lightning]",
     },
-    "torchft, replicas die": {"DDP": "test_torchft.py"},
+    "replicas die (torchft)": {"DDP": "test_replicas.py"},
     "LoRA (PEFT, TRL)": {"transformers": "test_fine_tune.py::test_each_step_has_the_gradient_of_one_process"},
     "GRPO (TRL)": {
         "transformers": "test_fine_tune.py::test_prompts_stay_whole_and_the_gradient_is_one_process"

@@ -217,6 +217,18 @@ def test_the_wait_for_a_slow_rank_is_not_a_rank_s_own_time(ranks: Ranks, normed:
 
 
 @pytest.mark.timed
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_loading_is_own_time_and_waits_for_buffers_and_a_logged_loss_are_not(
+    ranks: Ranks, workers: int, every: int
+) -> None:
+    slow, quick = ranks.run(2, jobs.timed_loading, 0.1, workers, every)
+    assert len(slow) == len(quick) == 10
+    assert sorted(slow)[2] >= 0.08  # a worker may have been ahead by a batch
+    assert sorted(quick)[-3] < 0.05
+
+
+@pytest.mark.timed
 @pytest.mark.parametrize("of", [0, 1])
 def test_a_gan_s_samples_move_to_the_fast_device(ranks: Ranks, of: int) -> None:
     """Two optimizers and three reductions a step, whichever model's GlobalMean the Rebalancer has."""
