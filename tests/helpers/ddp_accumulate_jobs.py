@@ -1,4 +1,4 @@
-"""What the ranks of the tests of micro-batches do."""
+"""Define what the ranks of the tests of micro-batches do."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def eval_mode_errors(group: dist.ProcessGroup, batches: list[int], parts: int) -
 
 
 def most_errors(group: dist.ProcessGroup, batches: list[int], most: list[int], normed: bool) -> list[float]:
-    """Of micro-batches of at most so many samples, by rank: how far the gradient is off, and their number."""
+    """Return for micro-batches of at most so many samples, by rank, how far the gradient is off, and their
+    number.
+    """
     layers = [torch.nn.Linear(32, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)]
     alone = torch.nn.Sequential(*(layer for layer in layers if normed or layer is not layers[1])).double()
     alone = alone.to(DEVICE)
@@ -183,7 +185,7 @@ def said_alone(group: dist.ProcessGroup) -> str:
 
 
 def said_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> str:
-    """What the hook says of a hand-written loop."""
+    """Return what the hook says of a hand-written loop."""
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp)
     inputs, targets = numbers(0, batch)
@@ -208,7 +210,7 @@ def said_of(group: dist.ProcessGroup, batch: int, parts: int, idiom: str) -> str
 
 
 def misused(group: dist.ProcessGroup) -> list[str]:
-    """What accumulate(), rounds() and share() say of wrong use; the hook goes on exactly after it."""
+    """Return what accumulate(), rounds() and share() say of wrong use; the hook goes on exactly after it."""
     sampler = UnevenBatchSampler(40, [7, 6], dist.get_rank(group), accumulate=2, shuffle=False)
     alone = net(torch.float64)
     ddp = DistributedDataParallel(copy.deepcopy(alone), process_group=group)

@@ -1,4 +1,4 @@
-"""What the ranks of the DDP tests do on a GPU."""
+"""Define what the ranks of the DDP tests do on a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
 
 
 def waits(group: dist.ProcessGroup, wire: Any) -> str:
-    """What waited for the device in the later steps; "" if nothing did."""
+    """Return what waited for the device in the later steps; "" if nothing did."""
     alone = nccl()
     ddp = on_gpu(alone)
     sampler = UnevenBatchSampler(10_000, [8], 0)
@@ -104,7 +104,7 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
 
 
 def goes_on(group: dist.ProcessGroup) -> bool:
-    """Whether a bucket is weighed on a stream of its own, so that backward does not wait for W."""
+    """Return whether a bucket is weighed on a stream of its own, so that backward does not wait for W."""
     alone = nccl()
     ddp = on_gpu(alone)
     hook = weighted_hook(ddp)
@@ -174,7 +174,7 @@ def scaled(group: dist.ProcessGroup, wire: Any) -> tuple[list[bool], float, floa
 
 
 def dropout_goes_on(group: dist.ProcessGroup, folder: Path) -> bool:
-    """Whether the draws after loading are those after saving, also without torch.cuda.set_device()."""
+    """Return whether the draws after loading are those after saving, also without torch.cuda.set_device()."""
     ddp = on_gpu(group)
     torch.manual_seed(dist.get_rank(group))
     torch.rand(3, device=GPU)

@@ -1,4 +1,6 @@
-"""What the ranks of the DDP tests do: each function runs on all ranks of a group, with the same arguments."""
+"""Define what the ranks of the DDP tests do: each function runs on all ranks of a group, with the same
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,9 @@ def one_bad_value(group: dist.ProcessGroup, bits: int) -> tuple[int, bool, bool]
 
 
 def checked(group: dist.ProcessGroup, planned: list[int], batches: list[int], draws: bool = False) -> str:
-    """What the hook says of a first round of other batches than the sampler's, which may have drawn."""
+    """Return what the hook says of a first round of other batches than the sampler's, which may have
+    drawn.
+    """
     sampler = UnevenBatchSampler(sum(planned) * 3, planned, dist.get_rank(group))
     if draws:
         next(iter(sampler))
@@ -244,7 +248,7 @@ def checked(group: dist.ProcessGroup, planned: list[int], batches: list[int], dr
 
 
 def kept_after_a_bad_step(group: dist.ProcessGroup) -> bool:
-    """Whether a step with an infinite loss on one rank leaves the kept errors as they were."""
+    """Return whether a step with an infinite loss on one rank leaves the kept errors as they were."""
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(ddp, wire="int8")
     inputs, targets = numbers(dist.get_rank(group), 5)

@@ -1,4 +1,6 @@
-"""What the ranks of the tests of misuse do: each call ends in an error that names the rank and the cause."""
+"""Define what the ranks of the tests of misuse do: each call ends in an error that names the rank and the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Training:
 
 @in_new_pair
 def steps(group: dist.ProcessGroup, calls: list[int]) -> tuple[str, int]:
-    """What is said if ranks call Rebalancer.step() some times after each gradient; the calls until then."""
+    """Return what is said if ranks call Rebalancer.step() some times after each gradient; the calls until
+    then.
+    """
     training = Training(group)
     balance = Rebalancer(training.sampler, training.hook)
 
@@ -80,14 +84,14 @@ def steps(group: dist.ProcessGroup, calls: list[int]) -> tuple[str, int]:
 
 @in_new_pair
 def unlike_data(group: dist.ProcessGroup, samples: list[int]) -> str:
-    """What is said if the ranks' data sets have unlike lengths."""
+    """Return what is said if the ranks' data sets have unlike lengths."""
     training = Training(group, samples[dist.get_rank(group)])
     return said_by(lambda: training.run(lambda: None))
 
 
 @in_new_pair
 def unread_profile(group: dist.ProcessGroup, profiles: list[str | None]) -> tuple[str, str]:
-    """What agreed_split and Rebalancer say if a rank's profile cannot be read."""
+    """Return what agreed_split and Rebalancer say if a rank's profile cannot be read."""
     training = Training(group)
     profile = profiles[training.rank]
     return (
@@ -107,14 +111,14 @@ def least_batch(group: dist.ProcessGroup, accumulate: int, normalized: bool) -> 
 
 @in_new_pair
 def no_number(group: dist.ProcessGroup, batches: list[Any]) -> str:
-    """What agreed_split says of a global batch that is none."""
+    """Return what agreed_split says of a global batch that is none."""
     training = Training(group)
     return said_by(lambda: agreed_split(batches[training.rank], group=training.group))
 
 
 @in_new_pair
 def alone(group: dist.ProcessGroup, call: str, seconds: float) -> str:
-    """What is said on rank 1 if only that one makes a call."""
+    """Return what is said on rank 1 if only that one makes a call."""
     training = Training(group)
     if training.rank != 1:
         return ""
@@ -145,7 +149,7 @@ def idle(group: dist.ProcessGroup) -> list[str]:
 
 @in_new_pair
 def refused_alone(group: dist.ProcessGroup, how: str, rounds: int, shards: bool = False) -> str:
-    """What is said if rank 1 alone does wrong, in the last of some rounds."""
+    """Return what is said if rank 1 alone does wrong, in the last of some rounds."""
     wrong = dist.get_rank(group) == 1
     plain = Early().to(DEVICE) if how == "met late" else net()
     model: Any
@@ -210,9 +214,9 @@ class Early(torch.nn.Module):
 
 @in_new_pair
 def met_late(group: dist.ProcessGroup, batches: list[int], shares: bool) -> tuple[list[float], str]:
-    """Of a loss of two passes, one of which is met when the head's bucket is on its way: by round, how far
-    the gradient is off; what is said once rank 1 has one sample less in that pass. shares: each pass has its
-    own samples, and its share.
+    """Return the met late of a loss of two passes, one of which is met when the head's bucket is on its
+    way: by round, how far the gradient is off; what is said once rank 1 has one sample less in that pass.
+    shares: each pass has its own samples, and its share.
     """
     torch.manual_seed(0)
     alone = Early().double().to(DEVICE)
@@ -240,7 +244,7 @@ def met_late(group: dist.ProcessGroup, batches: list[int], shares: bool) -> tupl
 
 @in_new_pair
 def in_chunks(group: dist.ProcessGroup, batches: list[int], size: int) -> str:
-    """What is said of a loss over a batch that goes through the model in chunks."""
+    """Return what is said of a loss over a batch that goes through the model in chunks."""
     model = DistributedDataParallel(net(), process_group=group)
     weighted_hook(model)
     inputs, targets = numbers(0, batches[dist.get_rank(group)])
@@ -265,7 +269,9 @@ class Masked(Speaker):
 
 @in_new_pair
 def targets_in_the_model(group: dist.ProcessGroup, batches: list[int], masked: bool) -> str:
-    """What is said of a mean over targets that the model computes of an argument without the name labels."""
+    """Return what is said of a mean over targets that the model computes of an argument without the name
+    labels.
+    """
     model = DistributedDataParallel((Masked() if masked else Speaker()).to(DEVICE), process_group=group)
     weighted_hook(model)
     texts, targets = (values[mine(batches, group)] for values in words(0, sum(batches)))
@@ -286,7 +292,7 @@ def copied(_: dist.ProcessGroup) -> tuple[float, str]:
 
 @in_new_pair
 def counted_in_bits(group: dist.ProcessGroup, bits: torch.dtype) -> list[str]:
-    """What is said of weights in a type that rounds them, counted or set, and of one below 0."""
+    """Return what is said of weights in a type that rounds them, counted or set, and of one below 0."""
     model = DistributedDataParallel(net(), process_group=group)
     hook = weighted_hook(model, count=lambda inputs: torch.ones(len(inputs), dtype=bits).sum())
     weights = (torch.ones((), dtype=bits), -1)
@@ -295,7 +301,7 @@ def counted_in_bits(group: dist.ProcessGroup, bits: torch.dtype) -> list[str]:
 
 
 def one_loss_of_two_models(group: dist.ProcessGroup, batches: list[int], constant: int) -> str:
-    """What is said of a loss through a second model, which gets as many inputs on each rank."""
+    """Return what is said of a loss through a second model, which gets as many inputs on each rank."""
     three, rank = dist.new_group([0, 1, 2]), dist.get_rank(group)
     if rank > 2:
         return ""
@@ -313,8 +319,8 @@ def one_loss_of_two_models(group: dist.ProcessGroup, batches: list[int], constan
 
 
 def one_loss_over_unlike_groups(group: dist.ProcessGroup, rows: list[int]) -> str:
-    """What is said of a loss through a model of three ranks, on two of them through one of these two also,
-    which gets as many inputs by rank.
+    """Return what is said of a loss through a model of three ranks, on two of them through one of these two
+    also, which gets as many inputs by rank.
     """
     three, two, rank = dist.new_group([0, 1, 2]), dist.new_group([0, 1]), dist.get_rank(group)
     if rank > 2:

@@ -1,4 +1,6 @@
-"""What the ranks of the tests of loss_scale, UnevenSyncBatchNorm, check_gradient and looks at a model do."""
+"""Define what the ranks of the tests of loss_scale, UnevenSyncBatchNorm, check_gradient and looks at a
+model do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the ranks of the FSDP2 tests do: each function runs on all ranks of a group, with equal arguments."""
+"""Define what the ranks of the FSDP2 tests do: each function runs on all ranks of a group, with equal
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,9 @@ def summed_errors(
 
 
 def from_ddp(group: dist.ProcessGroup, folder: Path, split: list[int]) -> bool:
-    """Whether a sharded model and its optimizer go on from a DDP run's checkpoint, and DDP from theirs."""
+    """Return whether a sharded model and its optimizer go on from a DDP run's checkpoint, and DDP from
+    theirs.
+    """
     whole = net(torch.float64)
     runs = [
         DistributedDataParallel(copy.deepcopy(whole), process_group=group),
@@ -271,7 +275,7 @@ def from_ddp(group: dist.ProcessGroup, folder: Path, split: list[int]) -> bool:
 
 
 def misused(group: dist.ProcessGroup) -> list[str]:
-    """What each misuse says."""
+    """Return what each misuse says."""
     mesh = mesh_of(group, 1)
     model = sharded(net(), mesh)
     hook = weighted_hook(model)
@@ -399,8 +403,8 @@ class Slow(torch.autograd.Function):
 
 
 def timed(group: dist.ProcessGroup, seconds: float, steps: int, between: float) -> list[float]:
-    """What the timer gives for each step of two passes, with so many seconds between these; rank 0 is slow
-    between its layers, where the others wait for it.
+    """Return what the timer gives for each step of two passes, with so many seconds between these; rank 0
+    is slow between its layers, where the others wait for it.
     """
     model = sharded(net(), mesh_of(group, 1))
     if dist.get_rank(group) == 0:

@@ -1,4 +1,4 @@
-"""What ranks of a mesh of 2 data-parallel by 2 tensor-parallel ones do in the tests."""
+"""Define what ranks of a mesh of 2 data-parallel by 2 tensor-parallel ones do in the tests."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
 
 
 def causes(group: dist.ProcessGroup, kind: str) -> tuple[str, float]:
-    """What check_gradient says without weights."""
+    """Return what check_gradient says without weights."""
     mesh = mesh_of(group)
     model = divided(Blocks().double(), mesh, kind)
     count = (9, 3)[mesh.get_local_rank("dp")]
@@ -166,7 +166,7 @@ def trained(
 
 
 def unlike_peers(group: dist.ProcessGroup) -> str:
-    """What is said where two peers have other batches."""
+    """Return what is said where two peers have other batches."""
     mesh = mesh_of(group)
     model = divided(Blocks(), mesh, "FSDP2")
     weighted_hook(model)

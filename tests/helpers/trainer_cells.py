@@ -359,7 +359,7 @@ def tied(kit: Kit) -> float:
 
 
 def penalty(kit: Kit) -> float:
-    """Of the parameters themselves, the same on all ranks."""
+    """Return a penalty of the parameters themselves, the same on all ranks."""
 
     def loss(model: Any, inner: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found = mse(model(x), y)
@@ -621,7 +621,7 @@ def outcome(feature: Callable[[Any], float], kit: Any) -> float | str:
 
 
 def features_of(trainer: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """What makes its kit, and all features that are tried."""
+    """Return what makes its kit, and all features that are tried."""
     if trainer in KITS:
         from trainer_cells_of_models import OF_MODELS, OF_NO_SYNC
 

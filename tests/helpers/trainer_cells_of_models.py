@@ -53,7 +53,7 @@ def weighed_prompts(kit: Any) -> float:
 
 
 def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of the gradient's norm, as a critic's."""
+    """Return a penalty of the gradient's norm, as a critic's."""
     inputs = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     return (gradient.norm(dim=1) - 1).square().mean()
@@ -64,7 +64,7 @@ def gradient_penalty(kit: Any) -> float:
 
 
 def penalty_of_others(kit: Any) -> float:
-    """Of as many samples on each rank, in the loss of a batch that is not."""
+    """Return a penalty of as many samples on each rank, in the loss of a batch that is not."""
     return Case(kit).same(lambda m, _, x, y: mse(m(x), y) + penalty(m, x[:2]))
 
 
