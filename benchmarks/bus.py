@@ -127,7 +127,7 @@ def memcpy_rate() -> float:
 
 
 def rows_of(options: argparse.Namespace, kind: str, optimizer: str) -> list[list[str]]:
-    """Of both ways to step."""
+    """Return the rows of both ways to step."""
     parameters, compute = int(options.parameters), options.compute / 1e3
     way = parameters * TYPES[kind].itemsize / options.rate / 1e9  # one way
     steps = options.steps + WARM_UP + 1

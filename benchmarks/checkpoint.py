@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: python benchmarks/checkpoint.py [--saves 10] [--size NAME] [--save].
+"""Measure what checkpoints cost a run: python benchmarks/checkpoint.py [--saves 10] [--size NAME] [--save].
 
 Two ranks of one thread each train with AdamW on a machine of two cores, so that a save has no idle core to
 use. Of the steps from one save to the next, the first half runs while the save is made and the other half

@@ -1,4 +1,4 @@
-"""What each rank of benchmarks/checkpoint.py runs: square layers under AdamW, on random data."""
+"""Define what each rank of benchmarks/checkpoint.py runs: square layers under AdamW, on random data."""
 
 from __future__ import annotations
 

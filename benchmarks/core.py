@@ -109,7 +109,7 @@ def pulls(made: dict[str, Store], flat: Any, quantized: Any) -> Iterator[Operati
 
 
 def pushes(made: dict[str, Store], flat: Any) -> Iterator[Operation]:
-    """Of fp32 gradients, and exchanges."""
+    """Time pushes of fp32 gradients, and exchanges."""
     whole = [(0, flat.size)]  # what backward has found finite
 
     def push(name: str, **options: Any) -> Callable[[], Call]:

@@ -1,5 +1,5 @@
-"""Whether data loading overlaps with training: python benchmarks/data.py [--iterations N] [--repeats N]
-[--save].
+"""Measure whether data loading overlaps with training: python benchmarks/data.py [--iterations N]
+[--repeats N] [--save].
 
 Three emulated devices (a step of b samples lasts exactly T(b)) train on a data set of 1 ms a sample, with two
 loader processes for each rank. An iteration should last as long as the longer of compute and loading:
@@ -58,7 +58,7 @@ class Case:
         return SLOW_SAMPLE if self.slow and rank == 0 else SAMPLE
 
     def step_seconds(self, rank: int, batch: int) -> tuple[float, float]:
-        """What a step of a batch takes to compute, and to load."""
+        """Return what a step of a batch takes to compute, and to load."""
         fixed, each = self.devices[rank]
         return fixed + each * batch, batch * self.sample_seconds(rank) / max(1, self.loaders)
 

@@ -1,4 +1,6 @@
-"""What each rank of benchmarks/data.py runs: a tiny model on a data set whose samples take a set time."""
+"""Define what each rank of benchmarks/data.py runs: a tiny model on a data set whose samples take a
+set time.
+"""
 
 from __future__ import annotations
 

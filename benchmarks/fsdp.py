@@ -102,7 +102,7 @@ def of_kind(options: argparse.Namespace, name: str, replicas: int) -> Found:
 
 
 def run(options: argparse.Namespace, paces: Sequence[float], rebalance: bool, **more: Any) -> dict[str, Any]:
-    """What the first rank found, with the own times of all."""
+    """Return what the first rank found, with the own times of all."""
     chosen: dict[str, Any] = {"paces": [options.scale * pace for pace in paces], "rebalance": rebalance}
     chosen |= {
         "fixed_seconds": own_seconds(1.0, 0),

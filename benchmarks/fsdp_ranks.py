@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/fsdp.py do; each prints what it found as one line of JSON.
+"""Define what the ranks of benchmarks/fsdp.py do; each prints what it found as one line of JSON.
 
 A rank emulates its device in every block: the forward pass of a block takes a third of its share of the
 step's time, the backward pass the rest, whatever the cores do. FSDP2's collectives lie between the blocks.

@@ -69,7 +69,7 @@ def train(model: str, batch: int, device: str) -> None:
 
 
 def launch(model: str, batch: int, device: str, shares: tuple[int, ...]) -> dict[str, Any]:
-    """What the ranks found; each has its share of the GPU, if there are shares."""
+    """Return what the ranks found; each has its share of the GPU, if there are shares."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29573", "WORLD_SIZE": "2"}
     command = [sys.executable, __file__, "--rank", "--model", model, "--batch", str(batch), "--on", device]
     running = []

@@ -1,4 +1,4 @@
-"""What the store costs a worker on a GPU: python benchmarks/gpu_exchange.py [--save].
+"""Measure what the store costs a worker on a GPU: python benchmarks/gpu_exchange.py [--save].
 
 One worker trains a wide network on one GPU, serially and in a pipeline of two. Its step is compared with
 forward and backward alone, and divided into what its records say: compute (with what is left of the

@@ -1,4 +1,5 @@
-"""What a server carries, with real connections: python benchmarks/internet_server.py [--seconds 5] [--save].
+"""Measure what a server carries, with real connections: python benchmarks/internet_server.py [--seconds 5]
+[--save].
 
 Workers in threads of four processes join one server over TCP on loopback, each with a connection of its own,
 and push int4 gradients and pull int8 parameters as fast as they can, as internet.py's do every

@@ -26,7 +26,9 @@ VGG_A = (16, 0, 32, 0, 64, 64, 0, 128, 128, 0)  # channels of a convolution; 0: 
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained, and how. batches: global batches. data: inputs and targets to train on, and others."""
+    """Hold what is trained, and how. batches: global batches. data: inputs and targets to train on, and
+    others.
+    """
 
     title: str
     make: Callable[[], nn.Module]

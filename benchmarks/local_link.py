@@ -98,7 +98,7 @@ def small_transformer(tensors: dict[str, NDArray[np.float32]]) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """What trains where. speeds, hosts: of each rank. batches: of DDP. parameters: those that travel.
+    """Hold what trains where. speeds, hosts: of each rank. batches: of DDP. parameters: those that travel.
 
     script: a rank's, or a worker's. loss: held-out, of the store's tensors.
     """
@@ -111,7 +111,7 @@ class Setting:
     loss: Callable[[dict[str, NDArray[np.float32]]], float]
 
     def sample_seconds(self, slowest: float) -> list[float]:
-        """Of each rank. slowest: at speed 1."""
+        """Return the seconds of each rank. slowest: at speed 1."""
         return [slowest / speed for speed in self.speeds]
 
 

@@ -1,4 +1,5 @@
-"""What the processes of benchmarks/local_link.py do: a rank of uneven int8 DDP, or a worker of local steps.
+"""Define what the processes of benchmarks/local_link.py do: a rank of uneven int8 DDP, or a worker of local
+steps.
 
 Both train the model of examples/local_steps. A rank of DDP holds its gradients back for as long as its device
 would take; local steps are throttled by `pyps run`. Both read LR, the learning rate of AdamW; local steps

@@ -201,7 +201,7 @@ def climbed(samples: Callable[[int, float], float], first: int) -> dict[int, flo
 
 
 def interior(found: dict[int, float]) -> bool:
-    """Whether the best place of a ladder has others on both sides."""
+    """Return whether the best place of a ladder has others on both sides."""
     best = min(found, key=lambda k: found[k])
     return min(found) < best < max(found)
 
@@ -225,7 +225,7 @@ def tuned(ways: Sequence[Way]) -> tuple[Way, list[tuple[int, list[float]]]]:
 
 
 def ladders(family: str) -> Iterator[list[Way]]:
-    """Of each row the ways to choose from; the first row is DDP at the same global batch."""
+    """Return for each row the ways to choose from; the first row is DDP at the same global batch."""
     yield [Way("DDP, the same global batch", family, GLOBAL)]
     yield [Way("DDP, its own best global batch", family, batch) for batch in BATCHES]
     yield [Way("local steps, Nesterov 0.5 outside", family, b, NESTEROV) for b in LOCALS]

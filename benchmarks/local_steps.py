@@ -121,7 +121,7 @@ class Case:
 
     @property
     def waits(self) -> bool:
-        """Whether all wait for all in any case."""
+        """Return whether all wait for all in any case."""
         return self.policy == "bsp" and not self.deadline
 
     def scenario(self) -> Scenario:
@@ -223,7 +223,9 @@ def trained(work: tuple[Case, int]) -> Curve:
 
 
 def losses(curves: dict[tuple[Case, int], Curve], cases: Sequence[Case], seeds: Sequence[int]) -> str:
-    """Of each case the loss in the end, and seconds and samples to a target that those in rounds reach."""
+    """Return for each case the loss in the end, and seconds and samples to a target that those in rounds
+    reach.
+    """
     heading = ["held-out loss", "over every step", "over planned", "seconds to the target", "samples to it"]
     rows = [["", *heading, "over every step's"]]
     goal = {s: 1.005 * max(curves[c, s][-1][2] for c in (DDP, EVEN, SYNC) if c in cases) for s in seeds}

@@ -175,7 +175,7 @@ def train_store(given: dict[str, Any], model: GPT, training: torch.Tensor, held_
 
 
 def rank_main() -> None:
-    """What a process of a way does."""
+    """Run a process of a way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     given = json.loads(os.environ["LONG_RUN"])

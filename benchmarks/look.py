@@ -1,4 +1,5 @@
-"""What it costs a worker's step to find values that are not finite: python benchmarks/look.py [--save].
+"""Measure what it costs a worker's step to find values that are not finite: python benchmarks/look.py
+[--save].
 
 One worker trains a wide network on the CPU, autograd included. Steps take turns: gradients are looked at as
 backward makes them, as in any run; the push looks at them; nothing does. Where hooks do not look, they copy

@@ -1,4 +1,4 @@
-"""What pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [stable]
+"""Measure what pulls that look ahead save and cost: python benchmarks/lookahead.py [samples] [pulls] [stable]
 [--save].
 
 samples: how many it takes to a training loss of 0.02 on scikit-learn's digits (64-96-96-10, ReLU), and with
@@ -268,7 +268,9 @@ def all_pulls(parameters: int, rounds: int) -> None:
 
 
 def timed(pair: Sequence[tuple[Store, Flat]], turn: int) -> list[list[float]]:
-    """Of each call the seconds without look-ahead and with it, in an order that changes with the turn."""
+    """Return for each call the seconds without look-ahead and with it, in an order that changes with the
+    turn.
+    """
     found = []
     for call in CALLS.values():
         seconds = [0.0, 0.0]
@@ -291,7 +293,7 @@ LOOKS = {  # parts of d and of g with which a pull looks ahead
 
 
 def grows(workers: int, rate: float, of_d: float, of_g: float) -> bool:
-    """Whether a quadratic's parameter grows when equal workers push in turn; rate: lr lambda.
+    """Return whether a quadratic's parameter grows when equal workers push in turn; rate: lr lambda.
 
     The state, on which each push acts as a matrix: the parameter, its momentum, and what each worker pulled.
     """

@@ -1,4 +1,4 @@
-"""Whether a plan for a mode of running predicts the run: python benchmarks/modes.py [--only NAME]
+"""Measure whether a plan for a mode of running predicts the run: python benchmarks/modes.py [--only NAME]
 [--slower FACTOR] [--save].
 
 Each cluster has unlike devices and links, and states a mode in [run]. It is planned; the plan is run by real

@@ -105,7 +105,7 @@ Case = tuple[str, Way, int]  # network, way, seed
 
 
 class Learned(msgspec.Struct, frozen=True):
-    """What a training came to. curve: seconds, samples and held-out loss."""
+    """Hold what a training came to. curve: seconds, samples and held-out loss."""
 
     curve: list[tuple[float, int, float]]
     seconds: float

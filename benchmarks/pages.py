@@ -1,4 +1,4 @@
-"""What huge pages are worth: two stores that are alike but for PYPS_HUGE_PAGES.
+"""Define what huge pages are worth: two stores that are alike but for PYPS_HUGE_PAGES.
 
     python benchmarks/pages.py [--parameters 25000000] [--table 200000000] [--rounds 31] [--save]
 

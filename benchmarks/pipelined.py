@@ -1,4 +1,4 @@
-"""What a pipeline of rounds costs in loss: python benchmarks/pipelined.py [--seeds 5] [--save].
+"""Measure what a pipeline of rounds costs in loss: python benchmarks/pipelined.py [--seeds 5] [--save].
 
 Trains four problems under `hps` with four unlike workers in virtual time, without a pipeline and with two and
 three steps of each worker under way. Prints the training loss after as many samples without one, and how many
@@ -56,7 +56,7 @@ def convolutions(seed: int) -> TorchObjective:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained: how often a global batch, and by what."""
+    """Hold what is trained: how often a global batch, and by what."""
 
     title: str
     make: Callable[[int], Objective]

@@ -1,4 +1,4 @@
-"""Whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn]
+"""Measure whether profiles predict step times: python benchmarks/prediction.py [--models mlp,cnn]
 [--scale 1] [--short] [--save].
 
 For each model, on one CPU thread:

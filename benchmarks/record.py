@@ -1,4 +1,4 @@
-"""What each benchmark does with its figures: medians with ranges, machine and date, kept in a file."""
+"""Define what each benchmark does with its figures: medians with ranges, machine and date, kept in a file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def others_share() -> Iterator[list[float]]:
 
 
 def company(seconds: float = 3.0) -> str:
-    """What follows the machine's name if others keep more than a tenth of it busy now; else nothing."""
+    """Return what follows the machine's name if others keep more than a tenth of it busy now; else
+    nothing.
+    """
     with others_share() as found:
         time.sleep(seconds)
     return ", with other work at the same time" if found[0] > 0.1 else ""

@@ -22,11 +22,11 @@ class Shaped:
     client: str
 
     def command(self, where: str, *words: str) -> list[str]:
-        """What runs a command in one of the two."""
+        """Return what runs a command in one of the two."""
         return ["ip", "netns", "exec", where, *words]
 
     def wire_bytes(self) -> tuple[int, int]:
-        """What the client's end has received and sent, with every header."""
+        """Return what the client's end has received and sent, with every header."""
         folder = f"/sys/class/net/{DEVICE}/statistics"
         words = ("cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes")
         received, sent = _run(*self.command(self.client, *words)).split()
@@ -96,7 +96,7 @@ class Star:
     addresses: tuple[str, ...]
 
     def command(self, host: int, *words: str) -> list[str]:
-        """What runs a command on a host."""
+        """Return what runs a command on a host."""
         return ["ip", "netns", "exec", self.hosts[host], *words]
 
 

@@ -119,7 +119,7 @@ def create(namespace: str, addresses: dict[str, str], n: int, pipe: Connection) 
 
 
 def check(namespace: str, addresses: dict[str, str], pipe: Connection) -> None:
-    """Whether every parameter of each store is its version."""
+    """Return whether every parameter of each store is its version."""
     enter(namespace)
     found = []
     for address in addresses.values():

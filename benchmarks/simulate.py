@@ -28,7 +28,7 @@ FULL_ITERATIONS, FULL_SECONDS = 100, 60.0
 
 @dataclass(frozen=True)
 class Timing:
-    """What one simulation took: processor seconds and by the clock."""
+    """Hold what one simulation took: processor seconds and by the clock."""
 
     policy: str
     link: bool

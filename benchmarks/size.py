@@ -122,7 +122,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def counts(path: str) -> bool:
-    """Whether a path is of the code, or generated from it."""
+    """Return whether a path is of the code, or generated from it."""
     is_source = path.endswith((".py", ".c", ".h")) and path.startswith(tuple(f"{room}/" for room in ROOMS))
     return (is_source and not BUILT.match(path)) or bool(GENERATED.fullmatch(path))
 

@@ -1,4 +1,5 @@
-"""What pyps costs a small step, a look at the store, and a start: python benchmarks/small_steps.py [--save].
+"""Measure what pyps costs a small step, a look at the store, and a start: python benchmarks/small_steps.py
+[--save].
 
 Steps of a network of 340 parameters, by one worker on this machine, beside the same steps in plain torch: the
 difference is the worker's own work, in CPU time of its thread. A start is a new interpreter, until the name

@@ -64,7 +64,7 @@ def stepping(optimizer: Any, gradient: Any, looks: bool = False) -> Callable[[],
 
 
 def ours(store: Store, flat: Any, threads: int) -> Calls:
-    """What a store does, with so many threads; what is not timed is done first."""
+    """Return what a store does, with so many threads; what is not timed is done first."""
 
     def staged() -> StagingBuffer:
         store.start()
@@ -101,7 +101,9 @@ def memory(parameters: int) -> Callable[[int], Calls]:
 
 
 def set_rivals_threads(threads: int) -> None:
-    """Of torch, and of what was compiled for it: that is linked to the system's OpenMP, not to torch's."""
+    """Set the threads of torch, and of what was compiled for it: that is linked to the system's OpenMP, not
+    to torch's.
+    """
     import torch
 
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Whether `pyps-plan which` names the right way: python benchmarks/which.py [--clusters 30] [--save].
+"""Measure whether `pyps-plan which` names the right way: python benchmarks/which.py [--clusters 30] [--save].
 
 Random clusters: two to eight devices (at most 1.5, 4 or 10 times as slow as the fastest), links on which a
 push and a pull take 0.02 to 8 times an iteration's compute, a server whose link is one to many of them, steps

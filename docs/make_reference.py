@@ -103,14 +103,14 @@ def public_names(module: Any) -> list[str]:
 
 
 def shown(module: str, value: Any) -> bool:
-    """Whether a name has a line of its own: of the formats only functions do, since the schemas describe the
-    types.
+    """Return whether a name has a line of its own: of the formats only functions do, since the schemas
+    describe the types.
     """
     return documented(value) and (module != "pyps.formats" or inspect.isfunction(value))
 
 
 def documented(value: Any) -> bool:
-    """Whether a value is a class or a function with a docstring of its own."""
+    """Return whether a value is a class or a function with a docstring of its own."""
     return (inspect.isclass(value) or inspect.isfunction(value)) and bool(first_sentence(value))
 
 
@@ -128,7 +128,7 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """What a class and the base classes of its own module's folder define."""
+    """Yield what a class and the base classes of its own module's folder define."""
     room = kind.__module__.rpartition(".")[0]
     for base in kind.__mro__:
         if base is kind or base.__module__.startswith(f"{room}."):
@@ -146,7 +146,7 @@ def arguments(value: Any) -> str:
 
 
 def wanted(kind: type) -> bool:
-    """Whether users make values of a class by calling it: policies, samplers and the like."""
+    """Return whether users make values of a class by calling it: policies, samplers and the like."""
     return dataclasses.is_dataclass(kind) or kind.__module__.startswith("pyps.torch")
 
 
@@ -299,13 +299,15 @@ def files_page() -> str:
 
 
 def is_built(path: Path) -> bool:
-    """Whether a build made the file."""
+    """Return whether a build made the file."""
     name = path.relative_to(ROOT).as_posix()
     return name == "pyps/_native.c" or name.startswith("pyps/include/")
 
 
 def title(path: Path) -> str:
-    """What a file says of itself in its first sentence, after a colon; empty for one that says nothing."""
+    """Return what a file says of itself in its first sentence, after a colon; empty for one that says
+    nothing.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix in (".c", ".h"):
         found = C_TITLE.match(text)

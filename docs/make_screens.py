@@ -99,7 +99,7 @@ def write_plan(folder: Path) -> Path:
 
 
 def save(title: str, parts: list[RenderableType], path: Path) -> None:
-    """What a terminal shows, as an SVG without fonts from elsewhere."""
+    """Save what a terminal shows, as an SVG without fonts from elsewhere."""
     console = Console(record=True, width=CELLS, file=io.StringIO(), force_terminal=True, highlight=False)
     for part in parts:
         console.print(part)

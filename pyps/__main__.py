@@ -24,7 +24,7 @@ FLAGS = {
 
 
 def flags_for(options: list[str]) -> list[str] | None:
-    """What to print for these options, in their order; None if one is unknown."""
+    """Return what to print for these options, in their order; None if one is unknown."""
     wanted = [option for option in options if option != STATIC]
     if not wanted or any(option not in FLAGS for option in wanted):
         return None

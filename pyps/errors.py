@@ -37,7 +37,7 @@ class PypsError(Exception):
 
 
 def _received(kind: type[PypsError], args: tuple[Any, ...], values: dict[str, Any]) -> PypsError:
-    """As it was where it was raised, whatever its class is made from."""
+    """Return the error as it was where it was raised, whatever its class is made from."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(values)
@@ -83,7 +83,9 @@ def needed(module: str, extra: str) -> Any:
 
 
 def one_of(found: str, choices: Iterable[str]) -> str:
-    """What is expected instead of a word that is none of the choices; names the one that it is most like."""
+    """Return what is expected instead of a word that is none of the choices; names the one that it is most
+    like.
+    """
     names = list(choices)
     near = difflib.get_close_matches(found[:LONGEST_WORD], names)
     near.sort(key=lambda name: sorted(name) != sorted(found))  # one with two letters exchanged comes first
@@ -212,7 +214,7 @@ class NotReady(StoreError):
 
 
 class ShardLost(NotReady):
-    """Of a store over several servers, in which workers have trained: a server has not its shard any more."""
+    """A server of several has lost its shard of a store in which workers have trained."""
 
     hint = "start all of its servers anew, and go on from a checkpoint with pyps run --resume"
 

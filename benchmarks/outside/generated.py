@@ -179,7 +179,7 @@ def spread(family: str, luck: np.random.Generator) -> Curve:
 
 
 def _round_sizes(largest: int, count: int) -> tuple[np.ndarray, list[int]]:
-    """As many sizes as pyps-profile's rule makes, and the multiples in the middle between them."""
+    """Return as many sizes as pyps-profile's rule makes, and the multiples in the middle between them."""
     below = 1 if count < 7 else 2
     spaced = np.geomspace(largest / 2 ** min(6, count - 1), largest, count - below)
     on = np.unique(np.maximum(MULTIPLE, spaced // MULTIPLE * MULTIPLE).astype(int))
@@ -249,7 +249,7 @@ def case(curves: Sequence[Curve], total: int) -> Case:
 
 
 def within(band: Sequence[tuple[int, float, float]], batch: int, seconds: float) -> bool:
-    """Whether a band, straight between its batches, holds a time."""
+    """Return whether a band, straight between its batches, holds a time."""
     at = [b for b, _, _ in band]
     low, high = (float(np.interp(batch, at, [one[k] for one in band])) for k in (1, 2))
     return low <= seconds <= high
@@ -281,7 +281,7 @@ def means(found: Sequence[Case]) -> dict[str, float]:
 
 
 def shortfalls(family: str, found: Sequence[Case]) -> list[str]:
-    """What was promised for a family and is not kept."""
+    """Return what was promised for a family and is not kept."""
     mean = means(found)
     mine, best = mean["pyps"], mean["interpolation"]
     p90, best90 = (quantile90(found, name) for name in ("pyps", "interpolation"))

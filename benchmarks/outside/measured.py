@@ -58,7 +58,7 @@ class Curve:
         return self.truth.seconds(batch)
 
     def in_band(self) -> list[bool]:
-        """Whether each unseen size between the seen ones lies in the fit's band."""
+        """Return whether each unseen size between the seen ones lies in the fit's band."""
         fit = PLANNERS["pyps"](self.seen).fit
         if fit is None or fit.band is None:
             return []

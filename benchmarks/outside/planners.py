@@ -42,7 +42,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What a planner makes of a device's points. multiple: of which it plans batches."""
+    """Hold what a planner makes of a device's points. multiple: of which it plans batches."""
 
     cost: Cost
     multiple: int = 1
@@ -51,7 +51,7 @@ class Known:
 
 @functools.cache
 def blended(points: Measured) -> Known:
-    """As pyps does it, with the batch_multiple that it proposes."""
+    """Plan as pyps does, with the batch_multiple that it proposes."""
     measured = [Point(batch=b, seconds=s) for b, s in points]
     device, model = Device(name="d"), ModelInfo(name="m")
     profile = Profile(device=device, model=model, points=measured, fit=select_fit(measured))

@@ -88,7 +88,9 @@ class Findings:
 
 
 def all_inside(found: list[TuningResult]) -> Criterion:
-    """Whether each chosen value has worse ones on both sides, or lies at an end that the policy has."""
+    """Return whether each chosen value has worse ones on both sides, or lies at an end that the policy
+    has.
+    """
     edges = [f"`{s.policy}` on {s.scenario.title}" for s in found if s.place == "edge"]
     ends = sum(s.place == "natural end" for s in found)
     value = f"{', '.join(edges) or 'none'}; at an end of the policy's own: {ends} of {len(found)}"

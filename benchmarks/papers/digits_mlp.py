@@ -1,4 +1,5 @@
-"""What the comparisons learn: a 64-32-10 tanh network on scikit-learn's digits (1,797 real images), in NumPy.
+"""Define what the comparisons learn: a 64-32-10 tanh network on scikit-learn's digits (1,797 real images),
+in NumPy.
 
 It is a `pyps.simulate.Objective`. The workers of real runs compute the same gradients at the same samples.
 """

@@ -44,7 +44,7 @@ def agreement(budget: Budget, out: Path) -> Findings:
 
 
 def losses(policy: str, seed: int, batches: int, out: Path) -> tuple[float, float]:
-    """Of a run, and of its simulation."""
+    """Return the losses of a run and of its simulation."""
     folder = out / f"{policy}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -77,7 +77,7 @@ def script() -> str:
 
 
 def readme_objective(seed: int) -> tuple[TorchObjective, list[str]]:
-    """What the script trains, and the names of its parameters."""
+    """Return what the script trains, and the names of its parameters."""
     torch.manual_seed(0)
     x, y = torch.randn(512, 16), torch.randn(512, 4)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))

@@ -82,7 +82,7 @@ def coded(devices: list[Device], k: float) -> Iterator[Round]:
 
 
 class Shares:
-    """Of a round: the samples that each worker is at, since when, and when it ends."""
+    """The samples of a round that each worker is at, since when, and when it ends."""
 
     def __init__(self, devices: list[Device]) -> None:
         self._devices, self._factors = devices, [d.factor() for d in devices]
@@ -255,7 +255,7 @@ def result(
     stale: Counter[int],
     left_out: int,
 ) -> Result:
-    """As a simulation's; what the rivals have not is 0 or empty."""
+    """Return the result as a simulation's; what the rivals have not is 0 or empty."""
     seconds, samples = training.seconds, training.samples
     ranks = tuple(
         RankResult(w.name, w.batch, 0, 0, 0, 0.0, 0, min(own, seconds), 0.0, max(0.0, seconds - own))

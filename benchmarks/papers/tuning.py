@@ -47,7 +47,7 @@ STUDENT = {
 
 @dataclass(frozen=True)
 class Learner:
-    """What is trained, and how: the rate of `hyper` is the unit of step sizes. objective: by seed."""
+    """Hold what is trained, and how: the rate of `hyper` is the unit of step sizes. objective: by seed."""
 
     title: str
     objective: Callable[[int], Objective]
@@ -187,7 +187,7 @@ class TuningResult:
 
 
 def clearly_faster(one: TuningResult, other: TuningResult) -> bool:
-    """Whether the one's 95 % interval ends before the other's begins."""
+    """Return whether the one's 95 % interval ends before the other's begins."""
     return one.interval[1] < other.interval[0]
 
 
@@ -370,7 +370,7 @@ def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> Tu
 
 
 def tuned(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> TuningResult:
-    """As `tune`, or what an earlier call kept."""
+    """Return what `tune` finds, or what an earlier call kept."""
     if budget.kept is None:
         return tune(scenario, competitor, budget)
     asked = repr(

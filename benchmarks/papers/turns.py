@@ -1,4 +1,4 @@
-"""Whether a run of R2SP takes the plan's turns: python benchmarks/papers/turns.py [--save]
+"""Measure whether a run of R2SP takes the plan's turns: python benchmarks/papers/turns.py [--save]
 
 Four emulated devices, planned by pyps-plan and run by `pyps run --policy r2sp`: as planned, with the order
 turned round, and with gaps half as long again. Each plan is run several times. A run's devices are those of
@@ -31,7 +31,7 @@ WORKER = Path(__file__).resolve().parents[1] / "builtin_worker.py"
 
 @dataclass(frozen=True)
 class Change:
-    """What is changed in the plan's ring before it is run."""
+    """Hold what is changed in the plan's ring before it is run."""
 
     name: str
     turned: bool = False

@@ -74,8 +74,8 @@ WAYS = {
 
 @dataclass
 class Found:
-    """What a way did. after: the longest pause of the fastest rank after a SIGKILL of another, in seconds;
-    None: it trains no longer. lines: that DDP's script has not.
+    """Hold what a way did. after: the longest pause of the fastest rank after a SIGKILL of another, in
+    seconds; None: it trains no longer. lines: that DDP's script has not.
     """
 
     seconds: float | None
@@ -177,7 +177,7 @@ def ended(process: psutil.Process) -> bool:
 
 
 def steps_of(folder: Path, rank: int) -> list[tuple[float, int, float | None]]:
-    """What a rank's processes have noted, in order of time."""
+    """Return what a rank's processes have noted, in order of time."""
     lines = [line for p in folder.glob(f"rank-{rank}-*.jsonl") for line in p.read_text().splitlines(True)]
     return sorted((tuple(json.loads(line)) for line in lines if line.endswith("\n")), key=lambda x: x[0])
 

@@ -61,7 +61,9 @@ def main() -> int:
 
 
 def requirements(extra: str) -> list[str]:
-    """What the build, the package and its extra need. Exits, naming the extras, where it is none of them."""
+    """Return what the build, the package and its extra need. Exits, naming the extras, where it is none of
+    them.
+    """
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = whole["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
@@ -126,7 +128,9 @@ class Progress:
 
 
 def megabytes(folder: Path) -> float:
-    """What the files below a folder hold; those that vanish meanwhile count nothing, nor do folders."""
+    """Return what the files below a folder hold; those that vanish meanwhile count nothing, nor do
+    folders.
+    """
     size = 0
     for place, _, names in os.walk(folder):
         for name in names:

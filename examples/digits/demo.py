@@ -99,7 +99,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """What was measured, and what was expected. timed: other programs on this machine can change it."""
+    """Hold what was measured, and what was expected. timed: other programs on this machine can change it."""
 
     what: str
     found: float
@@ -232,7 +232,7 @@ def accuracies(folder: Path, records: list[StepRecord]) -> list[Accuracy]:
 
 
 def check(results: list[Result]) -> list[Check]:
-    """What the demo promises."""
+    """Return what the demo promises."""
     even, boa, _ = results
     speedup = even.report.iteration_seconds.median / boa.report.iteration_seconds.median
     error = abs((boa.report.measured_over_predicted or math.inf) - 1.0)

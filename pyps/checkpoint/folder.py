@@ -76,7 +76,7 @@ def write_folder(
 
 
 def fill_folder(parent: Path, version: int, fill: Fill, keep: int = KEEP) -> Path:
-    """As write_folder, with files that `fill` writes, and syncs, in the folder that it gets."""
+    """Do as write_folder does, with files that `fill` writes, and syncs, in the folder that it gets."""
     target, temporary = parent / f"{version:09d}", parent / f".{version:09d}.new"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _remove_older(newest: Path, last: Path | None, keep: int) -> None:
 
 
 def _remove_temporaries(parent: Path) -> None:
-    """What a dead writer left: a checkpoint that was about to be replaced stays, all else goes."""
+    """Remove what a dead writer left: a checkpoint that was about to be replaced stays, all else goes."""
     for path in parent.iterdir():
         if (match := TEMPORARY.fullmatch(path.name)) is None:
             continue

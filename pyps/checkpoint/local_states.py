@@ -51,7 +51,7 @@ def without_moments(tensors: Mapping[str, AnyTensor]) -> dict[str, AnyTensor]:
 
 
 def is_local(name: str) -> bool:
-    """Whether a checkpoint's file is a worker's own."""
+    """Return whether a checkpoint's file is a worker's own."""
     return name.startswith("local-")
 
 

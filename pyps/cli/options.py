@@ -48,7 +48,7 @@ class _Short(typer.Context):
 
 
 class DefaultCommand(NamesValue):
-    """What a program does where no command is named; usage and errors show the short form."""
+    """Hold what a program does where no command is named; usage and errors show the short form."""
 
     context_class = _Short
 

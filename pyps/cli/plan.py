@@ -83,7 +83,7 @@ class _Planned:
         return each_rank(self.plan, self.ranks)
 
     def even_seconds(self) -> list[float]:
-        """Of each rank, in the even split."""
+        """Return the seconds of each rank in the even split."""
         pairs = zip(even_split(self.problem)[1], self.ranks, strict=True)
         return [seconds for seconds, rank in pairs for _ in range(rank.group.ranks_each)]
 

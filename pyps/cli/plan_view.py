@@ -92,7 +92,9 @@ def _hours(seconds: float) -> str:
 
 
 def _other_modes(plan: Plan) -> list[str]:
-    """What pipelines, and the bits of the error budget, would make of these batches, if that is faster."""
+    """Return what pipelines, and the bits of the error budget, would make of these batches, if that is
+    faster.
+    """
     hps = plan.hps
     if hps.pipelined_seconds is None or hps.quantized_seconds is None:
         return []
@@ -224,7 +226,7 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
 
 
 def show_batches(front: Sequence[BatchPoint], names: Sequence[str], unit: Unit) -> None:
-    """As `show_pareto`, of a front over global batches; both figures are of useful samples."""
+    """Do as `show_pareto` does, for a front over global batches; both figures are of useful samples."""
     table = Table(box=None, header_style="bold")
     for title in ("global batch", "iteration", f"hours/million {unit}", f"price/million {unit}"):
         table.add_column(title, justify="right")

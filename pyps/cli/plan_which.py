@@ -59,7 +59,9 @@ def _show(ranking: Ranking) -> None:
 
 
 def _verdict(ranking: Ranking) -> list[str]:
-    """What each way needs and where its range is from; then what to run, why, and how to know better."""
+    """Return what each way needs and where its range is from; then what to run, why, and how to know
+    better.
+    """
     lines = []
     for title, told in (("needs", _needs), ("samples", _source)):
         for text in dict.fromkeys(told(one) for one in ranking.ways):

@@ -133,7 +133,7 @@ def _named(named: list[str], output: Path | None) -> str:
 def sizes_lacking(
     path: Path, known: Profile | None, sizes: Sequence[int], max_batch: int | None
 ) -> list[int]:
-    """Those of `sizes` that a profile lacks which goes on; None: it is new, and has those that fit.
+    """Return those of `sizes` that a profile lacks which goes on; None: it is new, and has those that fit.
 
     Raises InputError if the profile allows less than `sizes`, or more than `max_batch`.
     """

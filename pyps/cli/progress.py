@@ -146,7 +146,9 @@ def _line(rank: int, text: str) -> Text:
 
 
 def rows(now: RunProgress, width: int) -> list[Text]:
-    """What a terminal of `width` cells shows: a bar with how much is done, the figures, and a stall."""
+    """Return what a terminal of `width` cells shows: a bar with how much is done, the figures, and a
+    stall.
+    """
     first = Text()
     if now.requested and width >= MIN_BAR_WIDTH:
         share = min(1.0, now.samples / now.requested)
@@ -173,7 +175,7 @@ def done(now: RunProgress) -> str:
 
 
 def figures(now: RunProgress) -> list[str]:
-    """What is known of the last seconds."""
+    """Return what is known of the last seconds."""
     found = []
     if now.loss is not None:
         found.append(f"loss {now.loss:.4g}")

@@ -110,7 +110,7 @@ def _given(ctx: typer.Context) -> set[str]:
 
 
 def _saved_options(resume: Path) -> RunOptions:
-    """Those of the run that is resumed; of a checkpoint outside a run, none."""
+    """Return those of the run that is resumed; of a checkpoint outside a run, none."""
     run_dir = run_of(resume)
     if run_dir is None:
         return RunOptions(samples=0)
@@ -165,7 +165,7 @@ def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _explain_failure(misplaced: Sequence[str]) -> Iterator[None]:
-    """Of an option that is missing, and of a failure whose error names one of `misplaced`, say where the
+    """Say of a missing option, and of a failure whose error names one of `misplaced`, where the
     options of pyps run go.
     """
     try:

@@ -183,7 +183,9 @@ def simulate_command(
 
 
 def _scenario(cluster: Path, wanted: SimulateOptions, plan: Path | None) -> Scenario:
-    """Of the cluster file, or of its plan; warnings say where they differ, and what does not fit."""
+    """Return the scenario of the cluster file, or of its plan; warnings say where they differ, and what
+    does not fit.
+    """
     with names_file(cluster):
         scenario = scenario_of(cluster, even=wanted.even, plan_path=plan)
     if scenario.differences:

@@ -103,7 +103,7 @@ def screen(found: Sequence[TopStore], width: int) -> RenderableType:
 
 
 def heading(store: TopStore) -> Text:
-    """What is known of the whole store, in a line."""
+    """Return what is known of the whole store, in a line."""
     text = Text(store.name, style="bold", no_wrap=True, overflow="ellipsis")
     if store.error:
         text.no_wrap, text.overflow = False, "fold"
@@ -166,7 +166,7 @@ def _cells(rank: TopRank) -> dict[str, str]:
 
 
 def _now(rank: TopRank) -> str:
-    """What it does, that others wait for it, and what kind of straggler it is."""
+    """Return what it does, that others wait for it, and what kind of straggler it is."""
     text = rank.reason.removeprefix("is ").removeprefix("has been ")
     if rank.straggler and rank.doing == "computing":
         text = f"{text}: others wait for it"

@@ -119,7 +119,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the workers are chosen for the whole job, not for the shortest iteration."""
+        """Return whether the workers are chosen for the whole job, not for the shortest iteration."""
         return self.deadline_hours is not None or self.budget is not None
 
 
@@ -229,8 +229,8 @@ class Shared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Spot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a preemption of a worker costs: seconds of a checkpoint, which the job waits for, and from the
-    preemption until the job goes on from its last checkpoint.
+    """Hold what a preemption of a worker costs: seconds of a checkpoint, which the job waits for, and from
+    the preemption until the job goes on from its last checkpoint.
     """
 
     checkpoint_seconds: Above = 30.0
@@ -338,7 +338,7 @@ def _check_group(where: str, field: str, group: WorkerGroup, run: RunTable, shar
 
 
 def _check_node(where: str, field: str, group: WorkerGroup, cluster: Cluster) -> None:
-    """What only nodes have, and what they need."""
+    """Check what only nodes have, and what they need."""
     node = group.parallel == "data"
     if group.inside_bandwidth is not None and not node:
         raise InputError(where, f"{field}.inside_bandwidth", "a number", 'nothing without parallel = "data"')
@@ -380,7 +380,7 @@ def _check_sharding(where: str, cluster: Cluster) -> None:
 
 
 def _check_choices(where: str, cluster: Cluster) -> None:
-    """Of groups that share devices not all are used: nothing may count them all."""
+    """Refuse groups that share devices and are all used: nothing may count them all."""
     k = next((k for k, shared in enumerate(cluster.shared) if shared.devices is not None), None)
     if k is None:
         return

@@ -117,10 +117,11 @@ def read_events(path: str | os.PathLike[str]) -> list[RunEvent]:
 
 
 class Undone(msgspec.Struct, frozen=True):
-    """What a run lost when rank 0 made its store again from a checkpoint: a line of undone.jsonl, which its
-    worker writes and the launcher passes on as events.
+    """Hold what a run lost when rank 0 made its store again from a checkpoint: a line of undone.jsonl,
+    which its worker writes and the launcher passes on as events.
 
-    version: of the checkpoint; pushes: known to have come after it."""
+    version: of the checkpoint; pushes: known to have come after it.
+    """
 
     version: int
     pushes: int

@@ -142,7 +142,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _piped(pipe: int) -> bytes:
-    """What comes through a pipe until its other end closes. Raises OSError if nothing comes for a while."""
+    """Return what comes through a pipe until its other end closes. Raises OSError if nothing comes for a
+    while.
+    """
     found = bytearray()
     while len(found) <= MAX_FILE_BYTES:
         if not select.select([pipe], [], [], PIPE_SECONDS)[0]:

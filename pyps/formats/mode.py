@@ -31,7 +31,7 @@ PaceKind = Literal["round", "clock", "turns", "free"]
 
 
 class Pace(Struct, frozen=True):
-    """What a policy's workers wait for, which decides how long an iteration takes.
+    """Hold what a policy's workers wait for, which decides how long an iteration takes.
 
     round: for all gradients of a round, or all but those of the `spare` slowest. clock: for the slowest, but
     some steps later. turns: each for its turn. free: for nothing.
@@ -64,7 +64,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_stated(self) -> bool:
-        """Whether the table states a mode, and not only what else a plan allows."""
+        """Return whether the table states a mode, and not only what else a plan allows."""
         return any(getattr(self, key) is not None for key in self.__struct_fields__ if key != "accumulation")
 
     @property

@@ -40,8 +40,8 @@ VARIABLES: Final = {
 
 
 def option(said: str, *, unit: str = "", text: str = "", **limits: float) -> Meta:
-    """What is said of an option, in a sentence. unit: of its number. text: how it is written, where its type
-    does not say so. limits: ge, le.
+    """Return what is said of an option, in a sentence. unit: of its number. text: how it is written, where
+    its type does not say so. limits: ge, le.
     """
     return Meta(description=said, extra={"unit": unit, "text": text}, **limits)  # type: ignore[call-overload,no-any-return]
 

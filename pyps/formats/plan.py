@@ -120,7 +120,7 @@ class SyncEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CostEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the workers in use cost together; null if one of them states no figure."""
+    """Hold what the workers in use cost together; null if one of them states no figure."""
 
     price_per_hour: Elapsed | None = None
     price_per_million_samples: Elapsed | None = None
@@ -273,7 +273,7 @@ def check_plan(where: str, plan: Plan) -> None:
 
 
 def _adds_up(worker: PlanWorker) -> bool:
-    """Whether the batch takes exactly `accumulation` micro-batches."""
+    """Return whether the batch takes exactly `accumulation` micro-batches."""
     most = worker.micro_batch * worker.accumulation
     least = worker.micro_batch * (worker.accumulation - 1)
     return least < worker.batch <= most if worker.accumulation > 1 else worker.batch == most

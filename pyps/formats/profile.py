@@ -1,4 +1,6 @@
-"""What is measured: pyps.profile/1, one device with its cost model; pyps.noise/1, a run's gradient noise."""
+"""Define what is measured: pyps.profile/1, one device with its cost model; pyps.noise/1, a run's gradient
+noise.
+"""
 
 from __future__ import annotations
 

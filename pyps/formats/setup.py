@@ -1,4 +1,4 @@
-"""What a run was started with: run.json (pyps.run/1), written before the first worker starts.
+"""Define what a run was started with: run.json (pyps.run/1), written before the first worker starts.
 
 With the step records and the events it is all that a report needs, also while the run trains, or after its
 launcher was killed.

@@ -90,7 +90,8 @@ def fill_policy_params(c: Any, params: PolicyParams) -> None:
 
 
 def policy_needs(number: int, params: PolicyParams | None = None) -> PolicyNeeds:
-    """What the policy of that number asks of a worker under these parameters; None: under any parameters.
+    """Return what the policy of that number asks of a worker under these parameters; None: under any
+    parameters.
 
     Raises UnknownPolicy for a number that the C core does not have.
     """
@@ -178,12 +179,14 @@ def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
 
 
 def c_ranges(ranges: NDArray[np.uint64] | None) -> tuple[Any, int]:
-    """As the core takes them, uint64 [n, 2], and how many; None: (NULL, 0)."""
+    """Return the ranges as the core takes them, uint64 [n, 2], and how many; None: (NULL, 0)."""
     return (ffi.NULL, 0) if ranges is None else (ffi.from_buffer("pyps_range[]", ranges), len(ranges))
 
 
 def finite(values: Flat) -> bool:
-    """Whether every value of a contiguous fp32 array is finite. Any thread may ask, during any call."""
+    """Return whether every value of a contiguous fp32 array is finite. Any thread may ask, during any
+    call.
+    """
     return lib.pyps_finite(ffi.from_buffer("float[]", values), values.size) == 0
 
 
@@ -254,7 +257,7 @@ def decode(codec: Codec, data: NDArray[np.uint8], out: Flat) -> None:
 
 
 def hyper_values(c: Any, groups: int) -> list[Hyper | None]:
-    """What hyper_array was made from."""
+    """Return what hyper_array was made from."""
     size = ffi.sizeof("pyps_hyper")
     return [_hyper(c[k]) if any(bytes(ffi.buffer(c + k, size))) else None for k in range(groups)]
 
@@ -283,7 +286,7 @@ def replay(path: str) -> Replay:
 
 
 def timeout_seconds(timeout: float | None) -> float:
-    """What C takes for a timeout; None: the store's own. Raises InvalidArgument."""
+    """Return what C takes for a timeout; None: the store's own. Raises InvalidArgument."""
     if timeout is None:
         return STORE_TIMEOUT
     if not timeout >= 0.0:

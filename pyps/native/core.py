@@ -106,7 +106,7 @@ class Core:
         return decision
 
     def sources(self) -> list[tuple[int, int, int, float]]:
-        """Of the last round that became a version, in order: slot, staging buffer, samples, scale."""
+        """Return the last round that became a version, in order: slot, staging buffer, samples, scale."""
         n = self._capacity
         slots, staging_buffers, samples = (ffi.new("uint32_t[]", n) for _ in range(3))
         scales = ffi.new("float[]", n)
@@ -124,14 +124,14 @@ class Core:
         return [RankCounters(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]
 
     def costs(self) -> list[RankCost]:
-        """What each rank's steps cost, as a store shows it."""
+        """Return what each rank's steps cost, as a store shows it."""
         c = ffi.new("pyps_rank_cost[]", self._ranks)
         check("costs", lib.pyps_core_costs(self._core, c, self._ranks))
         return [rank_cost(c[k]) for k in range(self._ranks)]
 
 
 class Decider(Protocol):
-    """What pyps.store.policies.Custom is to this module."""
+    """The protocol that pyps.store.policies.Custom fulfils."""
 
     def may_start(self, context: PolicyContext, shared_state: Any) -> bool: ...
     def scale(self, context: PolicyContext, shared_state: Any) -> float | None: ...

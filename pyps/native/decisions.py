@@ -1,4 +1,6 @@
-"""What a policy is made of and decides, as plain frozen values; the numbers are those of csrc/pyps.h."""
+"""Define what a policy is made of and decides, as plain frozen values; the numbers are those of
+csrc/pyps.h.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class PolicyParams:
 
 @dataclass(frozen=True, slots=True)
 class PolicyNeeds:
-    """What a policy asks of a worker; see pyps.native.policy_needs.
+    """Hold what a policy asks of a worker; see pyps.native.policy_needs.
 
     `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
     `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
@@ -57,7 +59,7 @@ class PolicyNeeds:
 
     @property
     def lets_ranks_rest(self) -> bool:
-        """Whether a step waits for all ranks that have samples, by a split that re-plans change."""
+        """Return whether a step waits for all ranks that have samples, by a split that re-plans change."""
         return self.waits_for_rounds and not self.resizes_batches
 
 
@@ -76,7 +78,7 @@ def unmet(needs: PolicyNeeds, lacks: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a custom policy sees: the worker it is asked about, and the others."""
+    """Hold what a custom policy sees: the worker it is asked about, and the others."""
 
     now: int  # nanoseconds
     version: int
@@ -91,7 +93,7 @@ class PolicyContext:
 
 
 class Advice(IntEnum):
-    """What a worker does between two micro-batches: as PYPS_CONTINUE ... in pyps.h."""
+    """Name what a worker does between two micro-batches: as PYPS_CONTINUE ... in pyps.h."""
 
     CONTINUE = 0
     PUSH_NOW = 1
@@ -99,7 +101,7 @@ class Advice(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
+    """Name what can happen to a view, as PYPS_ON_JOIN ... in pyps.h."""
 
     JOIN = 1
     LEAVE = 2
@@ -117,7 +119,7 @@ class EventKind(IntEnum):
 
 
 class Decision(Protocol):
-    """What a step of the decision core came to: pyps_decision in pyps.h."""
+    """Hold what a step of the decision core came to: pyps_decision in pyps.h."""
 
     verdict: int  # 0 committed, 1 unchanged, 2 wait
     advice: int

@@ -42,7 +42,7 @@ def check_waits() -> None:
 
 
 def reason() -> BaseException | None:
-    """What ended this thread's last wait; None: nothing that was raised here. It is forgotten."""
+    """Return what ended this thread's last wait; None: nothing that was raised here. It is forgotten."""
     error, _interrupt.error = _interrupt.error, None
     return error
 

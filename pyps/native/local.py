@@ -373,7 +373,9 @@ class LocalBackend:
         check("wait", lib.pyps_wait(self.pointer, unsigned("wait", "sequence", sequence, 64), timeout))
 
     def ticket(self, version: int) -> Ticket:
-        """What a push of the last versions was given. Raises InvalidArgument for others, and for rounds."""
+        """Return what a push of the last versions was given. Raises InvalidArgument for others, and for
+        rounds.
+        """
         c = ffi.new("pyps_ticket *")
         check("ticket", lib.pyps_get_ticket(self.pointer, unsigned("ticket", "version", version, 64), c))
         return Ticket(c.version, (c.tag[0], c.tag[1]), c.samples, c.scale, c.share, c.part)
@@ -394,7 +396,7 @@ class LocalBackend:
 
 
 def _check_push(what: str, rc: int, r: Any) -> None:
-    """As `check`; a wait for the round that was interrupted says what is staged."""
+    """Check as `check` does; a wait for the round that was interrupted says what is staged."""
     try:
         check(what, rc)
     except WaitInterrupted as error:

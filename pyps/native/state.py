@@ -37,7 +37,7 @@ COUNTERS = (  # of a state, 64 bits each
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """What a rank goes on with.
+    """Hold what a rank goes on with.
 
     clock: its steps. interval: nanoseconds between its last two pushes. step_seconds, sample_seconds,
     staleness_per_sample: moving averages; 0: not known. next_batch, max_samples, extra_steps: as the policy

@@ -1,4 +1,4 @@
-"""What a store says of itself: its counters, its participants and what each rank has done."""
+"""Define what a store says of itself: its counters, its participants and what each rank has done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pyps.native.values import CostModel, RankCost, Role
 
 
 class MemberState(IntEnum):
-    """Of a participant slot. Fenced: alive, but too late; its next push is refused until it rejoins."""
+    """The states of a participant slot. Fenced: alive, but too late; its next push is refused until it
+    rejoins.
+    """
 
     EMPTY = 0
     ACTIVE = 1
@@ -21,7 +23,7 @@ class MemberState(IntEnum):
 
 
 class WaitKind(IntEnum):
-    """What a member waits for: PYPS_WAITS_NOT ... in pyps.h."""
+    """Name what a member waits for: PYPS_WAITS_NOT ... in pyps.h."""
 
     NOT = 0
     START = 1
@@ -62,7 +64,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """What the workers of a rank have done; pushes and samples count what was admitted."""
+    """Hold what the workers of a rank have done; pushes and samples count what was admitted."""
 
     batch: int
     pushes: int
@@ -99,7 +101,7 @@ class Status:
 
 
 def rank_cost(c: Any) -> RankCost:
-    """What a rank's steps cost, of a pyps_rank_cost."""
+    """Return what a rank's steps cost, of a pyps_rank_cost."""
     kept = len(c.seconds)
     steps = range(max(0, c.steps - kept), c.steps)
     model = CostModel(**struct_values(CostModel, c.model))

@@ -1,4 +1,6 @@
-"""What goes into and comes out of the store, as plain frozen values; the numbers are those of csrc/pyps.h."""
+"""Define what goes into and comes out of the store, as plain frozen values; the numbers are those of
+csrc/pyps.h.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class EncodeCounts:
-    """What was not finite: how many values, and how many blocks were skipped for that."""
+    """Hold what was not finite: how many values, and how many blocks were skipped for that."""
 
     nonfinite: int
     blocks_skipped: int
@@ -153,7 +155,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all workers of a run must have alike: a digest of the plan, and the seed of the order of samples.
+    """Hold what all workers of a run must have alike: a digest of the plan, and the seed of the order of
+    samples.
 
     plan 0: neither is said.
     """
@@ -252,8 +255,8 @@ NO_TAG: Tag = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a push that became `version` was given: its factor, the share that averaged tensors go of the way
-    to its values, and the part of an optimizer step that it takes. tag: of its request.
+    """Hold what a push that became `version` was given: its factor, the share that averaged tensors go of
+    the way to its values, and the part of an optimizer step that it takes. tag: of its request.
     """
 
     version: int
@@ -370,10 +373,10 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What a rank's steps cost. steps: whole ones of its planned batch, since that was planned or its worker
-    joined, without the first two of a worker. seconds: of the last of them, the latest last. data_seconds: of
-    these, for data, on average. sample_seconds: of a sample in any steps, on average. model: as its worker
-    knew before; None: it did not.
+    """Hold what a rank's steps cost. steps: whole ones of its planned batch, since that was planned or its
+    worker joined, without the first two of a worker. seconds: of the last of them, the latest last.
+    data_seconds: of these, for data, on average. sample_seconds: of a sample in any steps, on average.
+    model: as its worker knew before; None: it did not.
     """
 
     steps: int
@@ -385,8 +388,9 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of deciding a journal's events again: how many changed the view, how many decisions there
-    were in all, how many came out otherwise, and how many are not on file; the first difference, in words.
+    """Hold what came of deciding a journal's events again: how many changed the view, how many decisions
+    there were in all, how many came out otherwise, and how many are not on file; the first difference, in
+    words.
     """
 
     events: int

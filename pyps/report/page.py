@@ -107,7 +107,7 @@ def _ranks(ranks: Sequence[RankReport]) -> str:
 
 
 def _events(run: RunData) -> str:
-    """What happened to the processes; joins and starts are left out."""
+    """Return what happened to the processes; joins and starts are left out."""
     shown = [event for event in run.events if event.kind in SHOWN_EVENTS]
     if not shown:
         return ""
@@ -165,7 +165,7 @@ def bottleneck(run: RunData) -> str:
 
 
 def findings(run: RunData) -> Iterator[str]:
-    """What the medians hide."""
+    """Yield what the medians hide."""
     report = run.report
     yield from (f"{line[0].upper()}{line[1:]}." for line in absences(report))
     yield from (f"{line[0].upper()}{line[1:]}." for line in report.stragglers)
@@ -188,5 +188,5 @@ def _seconds(rank: RankReport, kind: str) -> float:
 
 
 def _busy(rank: RankReport) -> float:
-    """What a step takes without waits."""
+    """Return what a step takes without waits."""
     return sum(_seconds(rank, kind) for kind in ("compute", "data", "transfer")) / max(1, rank.steps)

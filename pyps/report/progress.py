@@ -232,7 +232,7 @@ OnProgress = Callable[[RunProgress], None]
 
 
 class Watch:
-    """Of the run in `run_dir`; `events`: its log, which grows while it trains."""
+    """The watch on the run in `run_dir`; `events`: its log, which grows while it trains."""
 
     def __init__(
         self,

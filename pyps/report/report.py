@@ -324,7 +324,9 @@ def rank_report(
 
 
 def absences(report: Report) -> Iterator[str]:
-    """Of each rank whose processes died, or that was away while others trained: why, and for how long."""
+    """Return for each rank whose processes died, or that was away while others trained: why, and for how
+    long.
+    """
     for r in report.ranks:
         away = f"absent for {r.absent_seconds:,.1f} s while others trained"
         long = r.absent_seconds >= MIN_ABSENT_SECONDS
@@ -337,14 +339,18 @@ def absences(report: Report) -> Iterator[str]:
 
 
 def crowding(setup: RunSetup, ranks: Sequence[RankReport]) -> str:
-    """Whether more processes train and load than there are cores; empty if not, or if that is not known."""
+    """Return whether more processes train and load than there are cores; empty if not, or if that is not
+    known.
+    """
     processes = sum(1 + rank.loader_workers for rank in ranks if rank.steps)
     cores = f"{setup.cpus} CPU core{'s' * (setup.cpus != 1)}"
     return f"{processes} processes share {cores}" if 0 < setup.cpus < processes else ""
 
 
 def loading_advice(rank: RankReport, crowd: str = "") -> str:
-    """What to change if loading data holds this rank up; empty if it does not. crowd: as crowding says."""
+    """Return what to change if loading data holds this rank up; empty if it does not. crowd: as crowding
+    says.
+    """
     data, compute, loader = rank.data.median, rank.compute.median, rank.loader.median
     if data <= max(LEAST_LOADING_SECONDS, LOADING_SHARE * (data + compute)) or not loader:
         return ""
@@ -370,8 +376,8 @@ def loading_advice(rank: RankReport, crowd: str = "") -> str:
 def prediction_advice(
     measured_over_predicted: float | None, setups: Sequence[RankSetup], ranks: Sequence[RankReport]
 ) -> Iterator[str]:
-    """What to measure again if the run is far from the plan's prediction: compute is compared with planned
-    compute, transfers with planned transfers. setups, ranks: of the same ranks.
+    """Yield what to measure again if the run is far from the plan's prediction: compute is compared with
+    planned compute, transfers with planned transfers. setups, ranks: of the same ranks.
     """
     if measured_over_predicted is None or 1 / FAR_OFF <= measured_over_predicted <= FAR_OFF:
         return

@@ -41,7 +41,7 @@ class TurnsReport(msgspec.Struct, frozen=True):
 
     @property
     def kept(self) -> bool:
-        """Whether every turn came in the planned order."""
+        """Return whether every turn came in the planned order."""
         return self.out_of_order == 0
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run, read from its folder, or from one folder for each host."""
+"""Define what is known of a run, read from its folder, or from one folder for each host."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _joined(paths: Sequence[Path], setups: Sequence[RunSetup]) -> RunSetup:
 
 
 def _check_apart(paths: Sequence[Path], logs: Sequence[HostLog]) -> None:
-    """Of a rank in two folders, one ends before the other begins; else they are of two runs."""
+    """Check that of a rank in two folders one ends before the other begins; else they are of two runs."""
     seen: dict[int, list[tuple[int, int, Path]]] = {}
     for path, log in zip(paths, logs, strict=True):
         versions: dict[int, list[int]] = {}
@@ -135,7 +135,7 @@ def _outcome(setup: RunSetup, reports: Sequence[Report]) -> tuple[RunOutcome, st
 
 @dataclass(frozen=True)
 class HostLog:
-    """What one host kept of a run, on its own clock."""
+    """Hold what one host kept of a run, on its own clock."""
 
     records: list[StepRecord]
     events: list[RunEvent]

@@ -232,7 +232,7 @@ def kinds_in(records: Sequence[StepRecord]) -> list[SpanKind]:
 def shares(
     records: Sequence[StepRecord], begin: float, end: float, pieces: int
 ) -> list[tuple[str, list[float]]]:
-    """Of one rank's steps, by kind: its share of each of `pieces` equal parts of the time; overlapped
+    """Return for one rank's steps, by kind, its share of each of `pieces` equal parts of the time; overlapped
     transfers are left out.
     """
     edges = np.linspace(begin, end, pieces + 1)
@@ -252,7 +252,7 @@ def pieces_for(ranks: int) -> int:
 
 
 def window(records: Sequence[StepRecord], begin: float, end: float) -> list[Bar]:
-    """Of one rank's steps, the spans that reach into a time window."""
+    """Return the spans of one rank's steps that reach into a time window."""
     found = []
     for r in records:
         if not r.spans or r.spans[-1][2] < begin or r.spans[0][1] > end:

@@ -84,14 +84,14 @@ class TopStore:
 
 
 class _Launched(msgspec.Struct):
-    """What is read here of a worker's settings."""
+    """Hold what is read here of a worker's settings."""
 
     run_dir: str
 
 
 @dataclass(slots=True)
 class _Past:
-    """What a rank's member had done at the last look."""
+    """Hold what a rank's member had done at the last look."""
 
     member: int
     seconds: float
@@ -246,7 +246,7 @@ def _staleness(counters: RankCounters) -> float:
 
 
 def _pace(activity: Activity, state: StoreActivity) -> RankPace:
-    """What a rank is judged by; of one that does not compute now, its past."""
+    """Return what a rank is judged by; of one that does not compute now, its past."""
     member, usual = activity.member, _staleness(state.ranks[activity.rank])
     if member is None:
         return RankPace(versions=usual)

@@ -1,4 +1,4 @@
-"""What the folder of a resumed run held before: kept until the new start has trained, else put back.
+"""Define what the folder of a resumed run held before: kept until the new start has trained, else put back.
 
     .before/    hard links of the files that a start replaces, and copies of what it appends to
 

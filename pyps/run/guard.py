@@ -106,12 +106,12 @@ def grow(family: Family, leader: int, processes: dict[int, tuple[int, int, int]]
 
 
 def started_by(parent: int, family: Family, processes: dict[int, tuple[int, int, int]]) -> bool:
-    """Whether a process's parent is of the family, and not another one with a reused pid."""
+    """Return whether a process's parent is of the family, and not another one with a reused pid."""
     return parent in family and parent in processes and processes[parent][2] == family[parent]
 
 
 def read_processes() -> dict[int, tuple[int, int, int]]:
-    """Of each process that is not a zombie: its parent, its session and when it started."""
+    """Return for each process that is not a zombie its parent, its session and when it started."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := stat_of(int(name))) and fields[0] != "Z":

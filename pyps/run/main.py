@@ -71,7 +71,7 @@ def run_prepared(
     sinks: Sequence[Sink] = (),
     start: Start = start_here,
 ) -> Report:
-    """As `run`, of a run that is prepared. start: starts the process of a rank."""
+    """Do as `run` does, for a run that is prepared. start: starts the process of a rank."""
     options, begins_anew = spec.options, not _may_be_there(spec)
     if spec.departures and on_notice is not None:
         on_notice(
@@ -107,7 +107,7 @@ def run_prepared(
 
 
 def _where_it_goes_on(spec: RunSpec, undone: int) -> str:
-    """What a resumed run repeats; empty: nothing, or it is no resumed run."""
+    """Return what a resumed run repeats; empty: nothing, or it is no resumed run."""
     if spec.options.resume is None:
         return ""
     if spec.resumed.path is None:
@@ -120,8 +120,8 @@ def _where_it_goes_on(spec: RunSpec, undone: int) -> str:
 
 
 def _may_be_there(spec: RunSpec) -> bool:
-    """Whether the run's store may live on elsewhere. Raises InputError, before anything is written, if it is
-    another run's.
+    """Return whether the run's store may live on elsewhere. Raises InputError, before anything is written,
+    if it is another run's.
     """
     if not is_address(spec.store):
         return False

@@ -88,7 +88,7 @@ class RankProcess(ABC):
 
     @property
     def error(self) -> str:
-        """What its stderr ends with, as last_error says."""
+        """Return what its stderr ends with, as last_error says."""
         return last_error(self.stderr_tail)
 
     @property
@@ -237,7 +237,8 @@ def _signal_group(group: int, number: int) -> None:
 
 
 class Restarts:
-    """Whether a rank whose process died is started again, and when; `most` restarts of each are allowed.
+    """Decide whether a rank whose process died is started again, and when; `most` restarts of each are
+    allowed.
 
     A process that was killed may be unlucky. One that failed with an exit code has an error of its own:
     misuse, as with a data set unlike the others', and divergence are final, and the same error twice, soon

@@ -36,7 +36,7 @@ class Replan:
 
     @property
     def kind(self) -> Literal["replanned", "probed"]:
-        """Of the run's event."""
+        """Return the kind of the run's event."""
         return "replanned" if self.change.probed is None else "probed"
 
 

@@ -35,7 +35,7 @@ DEATH_SECONDS = 15.0  # in which the workers of a launcher that was killed end
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from.
+    """Hold what a run goes on from.
 
     run_dir: the folder that it continues in; None: a new one. path, checkpoint: where its state is and what
     that is; None where it had no checkpoint yet, and starts anew.
@@ -78,7 +78,7 @@ def check_unfinished(resumed: Resumed, samples: int) -> None:
 
 
 def _has_ended(run_dir: Path) -> bool:
-    """Whether all that a run leaves is there: its launcher may have been killed just before."""
+    """Return whether all that a run leaves is there: its launcher may have been killed just before."""
     with contextlib.suppress(InputError):
         return read_report(run_dir / REPORT).outcome == "finished"
     return False
@@ -102,7 +102,7 @@ def _settle(run_dir: Path) -> None:
 
 
 def is_own(run_dir: Path) -> bool:
-    """Whether only this user may write to a run's folder and its run.json."""
+    """Return whether only this user may write to a run's folder and its run.json."""
     found = [os.stat(path) for path in (run_dir, run_dir / SETUP_FILE)]
     return all(one.st_uid == os.geteuid() and not one.st_mode & OTHERS for one in found)
 

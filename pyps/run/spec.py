@@ -1,4 +1,4 @@
-"""What to run: the user's options, checked and resolved by a plan (RunSpec)."""
+"""Define what to run: the user's options, checked and resolved by a plan (RunSpec)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RunSpec:
 
     @property
     def setup(self) -> RunSetup:
-        """What reports need to know of it."""
+        """Return what reports need to know of it."""
         ranks = [
             RankSetup(
                 r.rank,
@@ -142,7 +142,7 @@ class RunSpec:
         )
 
     def settings(self, rank: RankSpec) -> Settings:
-        """What the worker of a rank knows about the run."""
+        """Return what the worker of a rank knows about the run."""
         settings = Settings(
             store=self.store,
             rank=rank.rank,
@@ -165,7 +165,7 @@ class RunSpec:
         return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
 
     def _adapts(self, rank: int) -> bool:
-        """Whether a rank's codecs and depth follow its link."""
+        """Return whether a rank's codecs and depth follow its link."""
         return self.options.rebalance and adapts(self.options, self.policy, self.modes[rank])
 
     def _depths(self) -> list[int]:
@@ -294,7 +294,7 @@ def _load_ranks(
 
 
 def _was_even(resume: StrPath | None) -> bool:
-    """Whether the run that goes on had equal batches: its plan has those that it came to have."""
+    """Return whether the run that goes on had equal batches: its plan has those that it came to have."""
     run_dir = run_of(resume) if resume is not None else None
     return run_dir is not None and read_setup(run_dir).even
 
@@ -315,7 +315,7 @@ def _digest(plan: Plan) -> str:
 
 
 def _ranks_to_start(all_ranks: list[RankSpec], options: RunOptions) -> list[RankSpec]:
-    """Those of `options.ranks`, or all of them. Raises InputError."""
+    """Return those of `options.ranks`, or all of them. Raises InputError."""
     ranks = options.ranks
     if options.profile is not None and not set(ranks or ()) - {spec.rank for spec in all_ranks}:
         expected = "ranks that the plan does not have: it has the profiles of its own"

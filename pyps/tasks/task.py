@@ -1,4 +1,4 @@
-"""What is trained, as one value: TrainingTask.
+"""Define what is trained, as one value: TrainingTask.
 
 A task is everything that a training step needs except the device and the optimizer's state: the network, a
 function that makes a batch of any size, and the loss. The profiler times it; training scripts can use the

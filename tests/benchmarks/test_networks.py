@@ -30,7 +30,9 @@ def test_a_text_says_of_each_character_the_next_one() -> None:
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ways, after eight global batches: the base's own row is 1, and no sample is missing."""
+    """The table of two ways, after eight global batches: the base's own row is 1, and no sample is
+    missing.
+    """
     vgg = replace(known_networks.NETWORKS["vgg"], batches=8)
     monkeypatch.setitem(known_networks.NETWORKS, "vgg", vgg)
     ways = networks.EVEN, networks.WAYS[3]

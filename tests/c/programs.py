@@ -214,7 +214,7 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 def usable(sanitizer: str, folder: Path) -> bool:
-    """Whether the compiler has this sanitizer's library, and the machine lets it run."""
+    """Return whether the compiler has this sanitizer's library, and the machine lets it run."""
     source, program = folder / "empty.c", folder / f"empty-{sanitizer}"
     source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
     command = ["cc", *SANITIZERS[sanitizer], str(source), "-o", str(program)]

@@ -1,5 +1,5 @@
-"""What outsiders may bring, under AddressSanitizer: any bytes as segments, encoded data and journals, from
-seeded mutations of a corpus; calls in any order, by several processes on one segment.
+"""Define what outsiders may bring, under AddressSanitizer: any bytes as segments, encoded data and
+journals, from seeded mutations of a corpus; calls in any order, by several processes on one segment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What csrc/pyps.h promises of structs: those that callers pass begin with `size`, and parts keep theirs."""
+"""Define what csrc/pyps.h promises of structs: those that callers pass begin with `size`, and parts keep
+theirs.
+"""
 
 from __future__ import annotations
 

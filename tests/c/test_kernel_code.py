@@ -26,7 +26,7 @@ KERNELS = {  # an instruction of its main loop that no other of its loops has
 
 
 def has_tools() -> bool:
-    """Whether gcc 12, whose code was looked at, and objdump are here."""
+    """Return whether gcc 12, whose code was looked at, and objdump are here."""
     if platform.machine() != "x86_64" or not (shutil.which("gcc") and shutil.which("objdump")):
         return False
     return subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.startswith("12")

@@ -28,7 +28,7 @@ def build(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """What a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
+    """Hold what a store is tormented with: its policy and optimizer, chunks, staging buffers of a worker, the
     parts of the parameters of which each push has one, whether they are kept as bf16, threads of a worker,
     and pushes from one fault to the next, about.
     """

@@ -48,7 +48,7 @@ class Terminal:
         )  # type: ignore[arg-type]
 
     def rows(self) -> list[str]:
-        """What is to be read now, without empty rows at the end."""
+        """Return what is to be read now, without empty rows at the end."""
         text = self._file.getvalue().replace("\n", "\r\n")
         self._file.seek(0)
         self._file.truncate()

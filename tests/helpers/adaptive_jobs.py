@@ -1,4 +1,6 @@
-"""What the ranks of the tests of AdaptiveBatch do: train on emulated devices, with a batch that may grow."""
+"""Define what the ranks of the tests of AdaptiveBatch do: train on emulated devices, with a batch that may
+grow.
+"""
 
 from __future__ import annotations
 

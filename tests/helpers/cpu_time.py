@@ -34,7 +34,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it started, living or reaped."""
+    """Return the seconds of this process and all that it started, living or reaped."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         used = resource.getrusage(who)

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of DDP checkpoints do."""
+"""Define what the ranks of the tests of DDP checkpoints do."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def load_into(group: dist.ProcessGroup, folder: Path, width: int) -> str:
 
 
 def plain_values(group: dist.ProcessGroup, folder: Path) -> dict[str, Any] | None:
-    """What load() gives of values without a state, called as save() was."""
+    """Return what load() gives of values without a state, called as save() was."""
     model = DistributedDataParallel(nn.Linear(3, 3).to(DEVICE), process_group=group)
     values: dict[str, Any] = {"best": {"loss": 0.5, "epoch": 3}, "note": "warm"}
     pyps.torch.save(folder, model, step=7, group=group, **values)
@@ -132,7 +132,7 @@ def save_where_something_else_fails(group: dist.ProcessGroup, folder: Path) -> s
 
 
 def tied(group: dist.ProcessGroup, folder: Path) -> bool:
-    """Whether two layers with one weight, and its optimizer, come back as they were."""
+    """Return whether two layers with one weight, and its optimizer, come back as they were."""
     layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
     layers[1].weight = layers[0].weight
     model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
@@ -149,7 +149,7 @@ def tied(group: dist.ProcessGroup, folder: Path) -> bool:
 
 
 def divided_optimizer(group: dist.ProcessGroup, folder: Path) -> bool:
-    """Whether a run with ZeroRedundancyOptimizer goes on bit for bit."""
+    """Return whether a run with ZeroRedundancyOptimizer goes on bit for bit."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)

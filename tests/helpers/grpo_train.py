@@ -85,7 +85,7 @@ def check_groups(batches: list[Any]) -> None:
 
 
 def loss_of(model: Any, batches: list[Any], loss_type: str, longest: int) -> torch.Tensor:
-    """Of completions that the model itself has just made: the ratio of probabilities is 1."""
+    """Return the loss of completions that the model itself has just made: the ratio of probabilities is 1."""
     sums, tokens = [], []
     for batch in batches:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

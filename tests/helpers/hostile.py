@@ -30,7 +30,7 @@ VERBS: dict[str, LinkVerb[Any, Any]] = {**link.VERBS, **shards.VERBS}
 
 @dataclass
 class Known:
-    """What the attacker knows of the victim: more than it could."""
+    """Hold what the attacker knows of the victim: more than it could."""
 
     elements: int  # of the store, or of a shard
     sessions: tuple[bytes, ...]  # at the first server, then at each shard

@@ -145,7 +145,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to."""
+    """Hold what a command came to."""
 
     code: int
     out: str
@@ -254,7 +254,7 @@ def really(command: str, arguments: list[str], folder: Path) -> Outcome:
 
 
 def faults(outcome: Outcome, arguments: list[str], files: dict[Path, bytes], folder: Path) -> Iterator[str]:
-    """What a command must not do."""
+    """Yield what a command must not do."""
     if outcome.code not in CODES:
         yield f"exit code {outcome.code}"
     if "Traceback" in outcome.out + outcome.err:

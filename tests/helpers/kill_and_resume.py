@@ -130,7 +130,7 @@ class Killed:
         assert done.returncode == 0 or self.had_finished, done.stderr
 
     def _next(self) -> list[str]:
-        """What starts the run again: anew where it was killed before it had noted what it is."""
+        """Return what starts the run again: anew where it was killed before it had noted what it is."""
         if (self.run_dir / "run.json").exists():
             return [PYPS, "run", "--resume", str(self.run_dir)]
         return self.command(self.run_dir, PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Whether tests leave something behind: living processes, segments, temporary files."""
+"""Define whether tests leave something behind: living processes, segments, temporary files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def _is_torchs(path: Path) -> bool:
-    """Whether torch made this, which it removes as its process ends, or never."""
+    """Return whether torch made this, which it removes as its process ends, or never."""
     of_2_4 = path / "_remote_module_non_scriptable.py"
     return path.name.startswith(TORCHS) or of_2_4.exists()
 

@@ -81,7 +81,7 @@ with pyps.join() as worker:
 
 
 def killed_and_resumed(mode: Mode, device: str) -> str:
-    """What came of it, in a line."""
+    """Return what came of it, in a line."""
     policy, options, local = mode
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch wants it to be deterministic
     with tempfile.TemporaryDirectory() as name:

@@ -38,7 +38,7 @@ orders = st.lists(st.integers(0, 3), min_size=30, max_size=250)
 
 
 def cost_nanoseconds(k: int, samples: int) -> int:
-    """What a worker says that a step cost it."""
+    """Return what a worker says that a step cost it."""
     return 1_000_000 * (k + 1) * samples
 
 
@@ -128,7 +128,7 @@ class Drive:
         return COMMITTED
 
     def see(self) -> None:
-        """What the last decision says of versions and rounds."""
+        """Follow what the last decision says of versions and rounds."""
         d = self.core.last
         if d.round != self.round:
             self.round = d.round
@@ -158,7 +158,7 @@ class Drive:
             return True
 
     def tick(self) -> None:
-        """What waiting workers do when a round timeout has passed."""
+        """Do what waiting workers do when a round timeout has passed."""
         timeout = int(self.policy.round_timeout_seconds * SECOND) + 1
         self.now += timeout
         self.core.step(EventKind.TICK, 0, self.now, waited=timeout)

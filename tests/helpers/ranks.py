@@ -117,7 +117,9 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
 
 
 def run_script(path: Path, count: int, **environment: str) -> str:
-    """What `count` ranks of a script print, started as by torchrun, but with torch imported already."""
+    """Return what `count` ranks of a script print, started as by torchrun, but with torch imported
+    already.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with socket.socket() as taken:

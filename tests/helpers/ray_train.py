@@ -1,4 +1,4 @@
-"""What the ranks of tests/ray train: a parameter that each sample changes by the same exact amount.
+"""Define what the ranks of tests/ray train: a parameter that each sample changes by the same exact amount.
 
 A process takes its first steps slowly, so that it can be killed among them, and then waits for the file `go`.
 """

@@ -1,4 +1,4 @@
-"""What the tests of the link share: a relay that can hold back and cut, and clients made by hand."""
+"""Define what the tests of the link share: a relay that can hold back and cut, and clients made by hand."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class RawConnection:
         return self.ends()
 
     def ends(self) -> bool:
-        """Whether the other side ends the connection."""
+        """Return whether the other side ends the connection."""
         try:
             while self.end.recv(4096):
                 pass

@@ -153,7 +153,7 @@ class TimeFirst(nn.Module):
 
 
 def samples_second(group: Any) -> str:
-    """What is said of a model whose samples are the second dimension."""
+    """Return what is said of a model whose samples are the second dimension."""
     singles = [dist.new_group([k]) for k in range(2)]
     manager = Manager([((0, 1), None)], {(0, 1): group}, 0)
     with mock.patch.object(adapter, "alone", return_value=singles[dist.get_rank()]):

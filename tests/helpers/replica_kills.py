@@ -131,7 +131,9 @@ class Run:
 
 
 def killed(kills: int, seed: int) -> dict[str, Any]:
-    """What a run with so many kills was. Two replicas at least have the parameters when one of them dies."""
+    """Return what a run with so many kills was. Two replicas at least have the parameters when one of them
+    dies.
+    """
     from torchft.coordination import LighthouseServer
 
     house = LighthouseServer(
@@ -158,7 +160,7 @@ def killed(kills: int, seed: int) -> dict[str, Any]:
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """Whether each sample counted once an epoch, and the worst error of a replica's parameters."""
+    """Return whether each sample counted once an epoch, and the worst error of a replica's parameters."""
     steps = [step for _, step in sorted(steps_of(folder).items())]
     position = epoch = 0
     for step in steps:

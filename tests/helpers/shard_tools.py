@@ -57,7 +57,7 @@ def push_claimed(store: Store, claim: Claim, value: float, **options: Any) -> Pu
 
 
 def only_value(store: Store) -> tuple[float, int]:
-    """What every parameter is, and the version: of one pull."""
+    """Return what every parameter is, and the version: of one pull."""
     flat, version = store.pull()
     (value,) = set(flat.tolist())
     return float(value), version

@@ -53,7 +53,7 @@ EXPECTED_EXITS = (0, 3, 4, -signal.SIGKILL, -signal.SIGTERM)  # see soak_worker.
 
 
 class Failed(AssertionError):
-    """What must never happen did."""
+    """Hold what must never happen did."""
 
 
 @dataclass
@@ -257,7 +257,7 @@ class Soak:
             self.harms["stop"] += 1
 
     def _silence_link(self, rng: random.Random) -> None:
-        """What the server says is swallowed for a moment; then connections end."""
+        """Drop what the server says for a moment; then end the connections."""
         self.relay.deaf.set()
         time.sleep(rng.uniform(0.05, 0.8 * CLIENT_TIMEOUT_SECONDS))
         self.relay.deaf.clear()
@@ -314,8 +314,8 @@ class Soak:
 
 
 def miscount(counted: int, values: set[float], taken: int, unknown: int) -> str:
-    """What is wrong if the store counts so many pushes, the rank's parameters are these, and its workers know
-    that `taken` were taken and never heard of `unknown`; nothing if all agree.
+    """Return what is wrong if the store counts so many pushes, the rank's parameters are these, and its
+    workers know that `taken` were taken and never heard of `unknown`; nothing if all agree.
     """
     if values != {-float(counted)}:
         return f"{counted} pushes, and the parameters say {sorted(values)[:4]}"
@@ -325,7 +325,7 @@ def miscount(counted: int, values: set[float], taken: int, unknown: int) -> str:
 
 
 def staleness_bound(policy: str) -> int | None:
-    """What the policy promises of every rank, whatever happens; None: nothing."""
+    """Return what the policy promises of every rank, whatever happens; None: nothing."""
     return int(policy.rpartition("=")[2]) if policy.startswith("saps:threshold=fixed") else None
 
 

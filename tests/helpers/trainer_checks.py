@@ -1,4 +1,4 @@
-"""What the tests of the adapters train: a small fp64 model on numbered rows, checked at each step.
+"""Define what the tests of the adapters train: a small fp64 model on numbered rows, checked at each step.
 
 With PYPS_TEST_DEVICE=cuda the ranks share the first GPU, over NCCL: for that each calls itself a host.
 """
@@ -74,7 +74,9 @@ class EmulatedTimer:
 
 
 class Checks:
-    """What the ranks of a run did: by optimizer step the gradient's error, the samples, the learning rate."""
+    """Hold what the ranks of a run did: by optimizer step the gradient's error, the samples, the learning
+    rate.
+    """
 
     def __init__(self, trained: nn.Module) -> None:
         self.model = trained
@@ -134,7 +136,7 @@ class Planted:
 
 
 def planted_runs(file: Path, resume: Callable[[], Any]) -> str:
-    """What a resume says that finds a pickle with code in place of a file; fails if that code ran."""
+    """Return what a resume says that finds a pickle with code in place of a file; fails if that code ran."""
     dist.barrier()
     mark = file.parent.parent / f"{file.name}.ran"
     if dist.get_rank() == 0:
@@ -153,7 +155,7 @@ def planted_runs(file: Path, resume: Callable[[], Any]) -> str:
 
 
 class Model(nn.Module):
-    """As model(), with ways around its forward()."""
+    """Do as model() does, with ways around its forward()."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def refused(**options: Any) -> str:
 
 
 def stepped(before: bool, after: bool, rate: float = 0.01) -> str:
-    """What a loop meets with optimizer.step() before or after step(), beside a scheduler."""
+    """Return what a loop meets with optimizer.step() before or after step(), beside a scheduler."""
     ddp, loader, step, optimizer = made()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     optimizer.step()  # without a gradient yet, as some loops do for their scheduler

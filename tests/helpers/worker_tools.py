@@ -1,4 +1,6 @@
-"""What tests of pyps.Worker share: a small model, its data, a training loop, and the same by plain torch."""
+"""Define what tests of pyps.Worker share: a small model, its data, a training loop, and the same by plain
+torch.
+"""
 
 from __future__ import annotations
 

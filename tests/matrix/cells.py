@@ -1,4 +1,4 @@
-"""What a user can combine in a run, and what each combination must do, from what the parts declare.
+"""Define what a user can combine in a run, and what each combination must do, from what the parts declare.
 
 A cell is one combination. `expected` never looks at a run: it asks the policy for its needs, and knows which
 policies decide by time and which weigh gradients, as docs/concepts/policies.md says.
@@ -70,7 +70,7 @@ AXES: dict[str, tuple[object, ...]] = {
 
 
 class Verdict(StrEnum):
-    """What a cell must do.
+    """Name what a cell must do.
 
     REFUSED: before anything trains, in one line.
     COUNTED: its decisions come out the same when they are made again, and every sample counts once.
@@ -108,7 +108,7 @@ def _policy(text: str, looks_ahead: bool) -> Policy:
 
 
 def expected(cell: Cell) -> Expectation:
-    """What a cell must do."""
+    """Return what a cell must do."""
     if words := tuple(_refusals(cell)):
         return Expectation(Verdict.REFUSED, words)
     if cell.policy == "bsp" and cell.fault == "resume" and not cell.rebalance:
@@ -123,7 +123,7 @@ def expected(cell: Cell) -> Expectation:
 
 
 def _refusals(cell: Cell) -> Iterator[str]:
-    """What is refused of it, in a word each."""
+    """Yield what is refused of it, in a word each."""
     needs = policy_of(cell).needs
     if cell.depth > 1 and not needs.allows_pipeline:
         yield "pipeline"
@@ -134,7 +134,7 @@ def _refusals(cell: Cell) -> Iterator[str]:
 
 
 def is_ordered(cell: Cell) -> bool:
-    """Whether the order of its pushes decides everything, so that a run can follow its simulation."""
+    """Return whether the order of its pushes decides everything, so that a run can follow its simulation."""
     if (
         cell.rebalance
         or cell.modes
@@ -154,16 +154,16 @@ def is_ordered(cell: Cell) -> bool:
 
 
 def may_lag(cell: Cell) -> bool:
-    """Whether a push lets another worker start, which then pulls while that push may still be applied: its
-    parameters may be one version older than in the simulation, where applying takes no time.
+    """Return whether a push lets another worker start, which then pulls while that push may still be
+    applied: its parameters may be one version older than in the simulation, where applying takes no time.
     """
     needs = policy_of(cell).needs
     return not (needs.starts_at_once or needs.waits_for_rounds or needs.uses_turns or needs.collects_pushes)
 
 
 def is_weighed(cell: Cell) -> bool:
-    """Whether gradients count for other than their samples: as the policy says, or in a round that a dead
-    worker is missing from, whose mean is of those that are there.
+    """Return whether gradients count for other than their samples: as the policy says, or in a round that a
+    dead worker is missing from, whose mean is of those that are there.
     """
     is_short = cell.fault == "kill" and policy_of(cell).needs.waits_for_rounds
     return cell.policy in WEIGH or is_short

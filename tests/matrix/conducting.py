@@ -106,7 +106,7 @@ def _simulate(
 
 @dataclass(frozen=True)
 class Progress:
-    """What each rank has done until now in the run: gradients that the store took, and pulls."""
+    """Hold what each rank has done until now in the run: gradients that the store took, and pulls."""
 
     pushes: Sequence[int]
     pulls: Sequence[int]

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def run_cells(pytestconfig: pytest.Config) -> list[Judged]:
-    """What was judged until now, for the table."""
+    """Return what was judged until now, for the table."""
     return pytestconfig.stash.setdefault(RUN, [])
 
 

@@ -1,4 +1,4 @@
-"""What of a cell's run is not as it must be."""
+"""Define what of a cell's run is not as it must be."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ ONCE = 0.25  # of a sample's weight, with what a codec has not yet sent
 
 
 def faults(cell: Cell, outcome: Outcome, twin: Outcome | None = None) -> list[str]:
-    """What is not as it must be, in words; nothing: the cell is right. twin: what it has the same bits as."""
+    """Return what is not as it must be, in words; nothing: the cell is right. twin: what it has the same
+    bits as.
+    """
     wanted = expected(cell)
     if wanted.verdict is Verdict.REFUSED:
         return list(_refused(outcome, wanted.refusals))
@@ -84,9 +86,10 @@ def _counted(cell: Cell, outcome: Outcome) -> Iterator[str]:
 
 
 def _in_their_rounds(cell: Cell, outcome: Outcome) -> tuple[Vector, Vector]:
-    """What each sample may count for, either of two: 1; in the mean of a round with fewer or more samples
-    than planned by as much more or less. Where a worker is late, backup and quorum have such rounds. At the
-    run's end a round may be a rest, which is no whole step, so that each of its samples counts 1.
+    """Return what each sample may count for, either of two: 1; in the mean of a round with fewer or more
+    samples than planned by as much more or less. Where a worker is late, backup and quorum have such
+    rounds. At the run's end a round may be a rest, which is no whole step, so that each of its samples
+    counts 1.
     """
     weights, at_end = np.ones(SAMPLES), np.ones(SAMPLES)
     if not policy_of(cell).needs.waits_for_rounds:
@@ -102,13 +105,15 @@ def _in_their_rounds(cell: Cell, outcome: Outcome) -> tuple[Vector, Vector]:
 
 
 def _takes_whole_steps(cell: Cell, outcome: Outcome) -> bool:
-    """Whether each push has all the local steps of its rank: a push of fewer counts for less of each."""
+    """Return whether each push has all the local steps of its rank: a push of fewer counts for less of
+    each.
+    """
     steps = max(1, cell.local_steps)
     return steps == 1 or all(record.samples == steps * BATCHES[record.rank] for record in outcome.records)
 
 
 def _simulated(cell: Cell, outcome: Outcome) -> Iterator[str]:
-    """Whether the run was where the simulation was."""
+    """Yield whether the run was where the simulation was."""
     assert outcome.simulated is not None
     if outcome.fault:
         yield f"left its simulation: {outcome.fault}"

@@ -64,9 +64,9 @@ class Stopped(Exception):
 
 @dataclass
 class Outcome:
-    """What came of a cell. refusal: the line that refused it; late: when the workers trained. fault: where
-    it left its simulation. there: the store where the simulation ended. parameters, ranks, records: at the
-    run's end.
+    """Hold what came of a cell. refusal: the line that refused it; late: when the workers trained. fault:
+    where it left its simulation. there: the store where the simulation ended. parameters, ranks, records:
+    at the run's end.
     """
 
     refusal: str = ""
@@ -197,7 +197,7 @@ class Part:
         self.outcome.fault = conductor.fault
 
     def looking(self, store: pyps.Store) -> Callable[[], Progress]:
-        """What the store says of its ranks; pulls are counted by their bytes."""
+        """Return what the store says of its ranks; pulls are counted by their bytes."""
         size = 4 * sum(tensor.elements for tensor in store.tensors)
 
         def look() -> Progress:

@@ -1,4 +1,5 @@
-"""What every cell trains, for torch and for the simulator: a model whose parameters say what became of it.
+"""Define what every cell trains, for torch and for the simulator: a model whose parameters say what became
+of it.
 
 `counts` has one parameter for each sample, and each sample's gradient is 1 there: under SGD of rate B a run
 that trains every sample once, and weighs none, ends at -1 everywhere. `state` is pulled to 1 from afar; its

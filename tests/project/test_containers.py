@@ -1,4 +1,6 @@
-"""What the containers of a run do, without containers: profile to report, and how it ends when one fails."""
+"""Define what the containers of a run do, without containers: profile to report, and how it ends when one
+fails.
+"""
 
 from __future__ import annotations
 

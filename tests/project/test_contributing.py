@@ -1,4 +1,6 @@
-"""What a contributor meets first is true: hooks run tools that are there, forms are whole, commands exist."""
+"""Define what a contributor meets first is true: hooks run tools that are there, forms are whole, commands
+exist.
+"""
 
 from __future__ import annotations
 

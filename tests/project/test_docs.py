@@ -64,7 +64,7 @@ def commands(page: Path) -> list[str]:
 
 @cache
 def help_text(program: str, *subcommands: str) -> str:
-    """What `program subcommands --help` prints, on wide paper."""
+    """Return what `program subcommands --help` prints, on wide paper."""
     command = [str(Path(sys.executable).parent / program), *subcommands, "--help"]
     environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""What `pip install pyps-train[torch]` leaves out is missed by nothing that does not need it."""
+"""Define what `pip install pyps-train[torch]` leaves out is missed by nothing that does not need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `make demo` installs, and what it says meanwhile; where an error sends those who lack an extra."""
+"""Define what `make demo` installs, and what it says meanwhile; where an error sends those who lack an
+extra.
+"""
 
 from __future__ import annotations
 

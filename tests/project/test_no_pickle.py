@@ -19,7 +19,7 @@ def sources() -> Iterator[Path]:
 
 
 def pickles_in(tree: ast.AST) -> Iterator[str]:
-    """What imports a pickle's module, or calls a loader that takes pickles unless it is forbidden."""
+    """Yield what imports a pickle's module, or calls a loader that takes pickles unless it is forbidden."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.partition(".")[0] in PICKLES)

@@ -1,4 +1,4 @@
-"""What drifts apart is found: a store that lacks a verb, or has it with other types.
+"""Define what drifts apart is found: a store that lacks a verb, or has it with other types.
 
 Each change is made to a copy of the package. mypy and tests/store/test_backend.py must both fail there.
 """
@@ -78,7 +78,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mypy(folder: Path) -> str:
-    """What mypy finds in the rooms of the door; "" if nothing."""
+    """Return what mypy finds in the rooms of the door; "" if nothing."""
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "cache", "--no-error-summary"]
     rooms = [option for room in ROOMS for option in ("-p", room)]
     done = subprocess.run(
@@ -88,7 +88,7 @@ def mypy(folder: Path) -> str:
 
 
 def parity(folder: Path) -> str:
-    """What the test that is made from the list of verbs finds in the copy; "" if nothing."""
+    """Return what the test that is made from the list of verbs finds in the copy; "" if nothing."""
     shutil.copy(PARITY, folder)
     run = f"import pyps, pytest, sys; print(pyps.__file__); sys.exit(pytest.main({OPTIONS}))"
     done = subprocess.run(

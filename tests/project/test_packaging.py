@@ -1,4 +1,4 @@
-"""What a user installs: the wheel's tag and contents, and that it works outside the source folder."""
+"""Define what a user installs: the wheel's tag and contents, and that it works outside the source folder."""
 
 from __future__ import annotations
 

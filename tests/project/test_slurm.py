@@ -44,7 +44,7 @@ exit $code
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a job of two nodes with one task each."""
+    """Return the environment of a job of two nodes with one task each."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -61,7 +61,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def put_files(folder: Path) -> None:
-    """What a user has, and the job script."""
+    """Put there what a user has, and the job script."""
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     for name in ("net.py", "train.py"):
         found = re.search(rf"```python\n(# {name}\n.*?)```", page, re.DOTALL)

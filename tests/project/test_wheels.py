@@ -1,4 +1,4 @@
-"""What a release uploads: the wheel without the core, and the core compiled for another processor."""
+"""Define what a release uploads: the wheel without the core, and the core compiled for another processor."""
 
 from __future__ import annotations
 

@@ -462,7 +462,7 @@ def test_dynamic_stragglers_are_named() -> None:
 
 
 def stragglers_of(*ranks: list[tuple[int, float]]) -> list[str]:
-    """Of a run whose ranks took steps of so many versions' staleness and seconds."""
+    """Return the stragglers of a run whose ranks took steps of so many versions' staleness and seconds."""
     records = {
         rank: [
             msgspec.structs.replace(

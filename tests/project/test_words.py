@@ -1,0 +1,67 @@
+"""Docstrings begin with a sentence that has a verb, or name a thing: a tired reader need not guess the
+subject.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("pyps", "solver", "profiler", "tests", "benchmarks", "examples", "docs", "csrc")
+WITHOUT_A_VERB = {"Of", "As", "Those", "They", "What", "Whether"}
+# Docstrings that still begin so, by room: none is added, and a room that has fewer gets a lower figure.
+MOST = {
+    "profiler": 7,
+    "pyps/ray": 5,
+    "pyps/remote": 44,
+    "pyps/shards": 21,
+    "pyps/simulate": 16,
+    "pyps/step": 15,
+    "pyps/store": 30,
+    "pyps/torch": 90,
+    "pyps/worker": 69,
+    "solver": 62,
+    "tests/c": 1,
+    "tests/cli": 3,
+    "tests/conftest.py": 1,
+    "tests/formats": 1,
+    "tests/helpers": 3,
+    "tests/policy": 8,
+    "tests/profiler": 4,
+    "tests/project": 4,
+    "tests/ray": 1,
+    "tests/remote": 10,
+    "tests/run": 6,
+    "tests/shards": 1,
+    "tests/solver": 4,
+    "tests/store": 16,
+    "tests/torch": 14,
+    "tests/worker": 13,
+}
+
+
+def first_words(folder: Path) -> Iterator[tuple[str, str]]:
+    """The room and the first word of every docstring."""
+    for path in folder.rglob("*.py"):
+        room = "/".join(path.relative_to(ROOT).parts[:2]) if folder.name in ("pyps", "tests") else folder.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            if text := ast.get_docstring(node):
+                yield room, text.split()[0].rstrip(".,:;")
+
+
+FOUND = Counter(
+    room for folder in FOLDERS for room, word in first_words(ROOT / folder) if word in WITHOUT_A_VERB
+)
+
+
+@pytest.mark.parametrize("room", sorted({*MOST, *FOUND}))
+def test_docstrings_begin_with_a_verb_or_a_thing(room: str) -> None:
+    assert FOUND[room] <= MOST.get(room, 0), f"{room}: begin with a verb, as in `Return whether ...`"
+    assert FOUND[room] >= MOST.get(room, 0) - 2, f"{room}: lower its figure to {FOUND[room]}"
