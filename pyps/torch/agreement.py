@@ -29,7 +29,7 @@ HEAD = 4  # numbers of a row before its values: a digest in two halves, whether 
 WIDTH = 64  # values that a row has room for; longer ones follow in a second exchange
 
 
-class Agreement:
+class StepAgreement:
     """Rows of the ranks of a model, compared at each step.
 
     All ranks construct it together. group: the ranks with different samples. peers: the ranks that share this

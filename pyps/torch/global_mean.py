@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
-from pyps.torch.agreement import Agreement
+from pyps.torch.agreement import StepAgreement
 from pyps.torch.consensus import DEADLINE_SECONDS
 from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
@@ -41,7 +41,7 @@ from pyps.torch.wrapped import ARRIVED, WATCHERS, Wrapped, wrapped_models
 from pyps.worker.norms import OWN_BATCHES
 from pyps.worker.terms import Number, Term, terms_of
 
-Call = Callable[[], Any]  # a backward pass
+BackwardCall = Callable[[], Any]  # a backward pass
 ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
 NO_COUNT = math.nan  # a sum that is divided by nothing
 MICRO = "micro-batches under no_sync()"
@@ -147,8 +147,8 @@ class GlobalMean:
             expected = "UnevenSyncBatchNorm.convert(model) before its first step for those of all samples"
             warnings.warn(f"{OWN_BATCHES}; {expected}", stacklevel=2)
 
-    def _made_agreement(self, timeout: float) -> Agreement:
-        return Agreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
+    def _made_agreement(self, timeout: float) -> StepAgreement:
+        return StepAgreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
 
     def _refused_options(self) -> InputError | None:
         """What this rank refuses of its options."""
@@ -177,7 +177,7 @@ class GlobalMean:
         """
         self.run(loss, lambda: loss.backward(**options), n)  # type: ignore[no-untyped-call]
 
-    def run(self, loss: torch.Tensor, call: Call, n: Any = None, *, is_part: bool = False) -> None:
+    def run(self, loss: torch.Tensor, call: BackwardCall, n: Any = None, *, is_part: bool = False) -> None:
         """Weigh the backward pass that `call` makes of the loss, as backward() does: for a library's own.
 
         is_part: the ranks' losses are parts of one, divided by all of their items already, that is their sum.
@@ -363,7 +363,9 @@ class GlobalMean:
 
     # A pass that reduces
 
-    def _begin(self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call) -> None:
+    def _begin(
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: BackwardCall
+    ) -> None:
         held, self._held = self._held, None
         if held is not None:
             error = error or held.error or self._add(held, loss, terms)
@@ -534,7 +536,7 @@ class GlobalMean:
         loss: torch.Tensor,
         factors: list[tuple[Term, Number, Number]],
         whole: Number | None,
-        call: Call,
+        call: BackwardCall,
     ) -> None:
         """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor.
 
@@ -561,7 +563,9 @@ class GlobalMean:
 
     # Micro-batches
 
-    def _hold(self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: Call) -> None:
+    def _hold(
+        self, loss: torch.Tensor, terms: list[Term], error: InputError | None, call: BackwardCall
+    ) -> None:
         """Run a pass under no_sync(): its gradient enters times its count. An error waits for the pass that
         reduces, where all ranks raise it.
         """
@@ -618,7 +622,7 @@ class GlobalMean:
         weights: list[torch.Tensor],
         losses: torch.Tensor,
         held: _Held | None,
-        call: Call,
+        call: BackwardCall,
     ) -> None:
         """The last pass of a step that has several micro-batches on some rank."""
         ranks, unit = len(losses), self._unit

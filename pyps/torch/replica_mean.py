@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
-from pyps.torch.agreement import Agreement, Fields, digest_of
+from pyps.torch.agreement import Fields, StepAgreement, digest_of
 from pyps.torch.global_mean import Call, GlobalMean
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.worker.terms import Number, Term
@@ -100,7 +100,7 @@ class ReplicaMean(GlobalMean):
         return found[:, 0], found[:, 1:]
 
 
-class _Rows(Agreement):
+class _Rows(StepAgreement):
     """The rows of the step's replicas."""
 
     def __init__(self, mean: ReplicaMean, manager: Any) -> None:
@@ -110,7 +110,7 @@ class _Rows(Agreement):
     def exchange(
         self, fields: Fields, values: Sequence[float], error: InputError | None = None
     ) -> torch.Tensor:
-        """As Agreement's. Where a replica is gone, its own row for each: the step will not be committed."""
+        """As StepAgreement's. Where a replica is gone, its own row for each: the step will not be committed."""
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         self.rank = rank or 0
         digest = digest_of(fields)
