@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch.agreement import Fields, StepAgreement, digest_of
-from pyps.torch.global_mean import Call, GlobalMean
+from pyps.torch.global_mean import BackwardCall, GlobalMean
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.worker.terms import Number, Term
 
@@ -42,7 +42,7 @@ class ReplicaMean(GlobalMean):
         state: Any = None
         ddp.register_comm_hook(state, lambda _, bucket: self._reduced(bucket))  # a lambda has no annotations
 
-    def run(self, loss: torch.Tensor, call: Call, n: Any = None, *, is_part: bool = False) -> None:
+    def run(self, loss: torch.Tensor, call: BackwardCall, n: Any = None, *, is_part: bool = False) -> None:
         self._own_counts.clear()
         self.repeats(self._empty or self.idle)
         try:
@@ -110,7 +110,7 @@ class _Rows(StepAgreement):
     def exchange(
         self, fields: Fields, values: Sequence[float], error: InputError | None = None
     ) -> torch.Tensor:
-        """As StepAgreement's. Where a replica is gone, its own row for each: the step will not be committed."""
+        """Exchange rows. Where a replica is gone, take the own row for each: the step is not committed."""
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         self.rank = rank or 0
         digest = digest_of(fields)
