@@ -93,7 +93,7 @@ class ReplicaMean(GlobalMean):
     def _on_device(
         self, value: Any, terms: list[Term], counts: list[Number | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the manager, from the host."""
+        """Losses and counts of all replicas, by the manager, from the host."""
         divisors = [1.0 if term.divisor is None else float(term.divisor) for term in terms]
         own = [float(value), *(1.0 if count is None else float(count) for count in counts)]
         found = self._agreement.exchange({"divisors": divisors}, own)
@@ -110,7 +110,10 @@ class _Rows(Agreement):
     def exchange(
         self, fields: Fields, values: Sequence[float], error: InputError | None = None
     ) -> torch.Tensor:
-        """As Agreement's. Where a replica is gone, its own row for each: the step will not be committed."""
+        """Exchange as Agreement does.
+
+        Where a replica is gone, each has its own row for all: the step will not be committed.
+        """
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         self.rank = rank or 0
         digest = digest_of(fields)
