@@ -62,7 +62,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         self.register_load_state_pre_hook(lambda _, folder: self.run.load(folder))
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """As Accelerator's; all ranks together."""
+        """Prepare as Accelerator does; all ranks call it together."""
         prepared = super().prepare(*objects, **options)
         self.run.connect()
         return prepared
@@ -102,7 +102,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return optimizer
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """As Accelerator's. loss: of this rank's micro-batch, its mean, say."""
+        """Do as Accelerator's. loss: of this rank's micro-batch, its mean, say."""
         run = partial(super().backward, **options)
         if self.num_processes == 1:
             run(loss)
@@ -112,8 +112,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             self.run.backward(loss, run, self.gradient_accumulation_steps)
 
     def _is_part(self, loss: torch.Tensor) -> bool:
-        """Whether a loss is this rank's part of the mean already: sums that were divided by a count of all
-        ranks, as in Accelerate's recipe for tokens.
+        """Tell whether a loss is this rank's part of the mean already: sums that were divided by a count of
+        all ranks, as in Accelerate's recipe for tokens.
 
         Raises InputError for one that was not multiplied by the ranks, of which DDP takes the average.
         """
@@ -131,11 +131,11 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return False
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerator's."""
+        """Gather as Accelerator does."""
         return self._noted(super().gather(tensor))
 
     def reduce(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
-        """As Accelerator's."""
+        """Reduce as Accelerator does."""
         return self._noted(super().reduce(tensor, *arguments, **options))
 
     def _noted(self, found: Any) -> Any:
@@ -152,7 +152,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerator's, after load_state(); the training loader then continues in its own epoch."""
+        """Skip as Accelerator does, after load_state(); the training loader goes on in its own epoch."""
         sampler = self.run.sampler
         if sampler is None or dataloader is not self.run.loader:
             return super().skip_first_batches(dataloader, num_batches)

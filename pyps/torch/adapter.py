@@ -1,4 +1,4 @@
-"""What the adapters of training libraries share: loaders, and the sampler, mean and Rebalancer of one run."""
+"""The adapters of training libraries share this: loaders, and the sampler, mean and Rebalancer of one run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class UnevenRun:
             mean.end_step(rounds)
 
     def restart_timer(self) -> None:
-        """What was done since the last round ended does not count."""
+        """Leave what was done since the last round ended out of the next one's time."""
         if self.balance is not None:
             self.balance.restart_timer()
 
@@ -288,7 +288,7 @@ def uneven_loader(
 
 
 def is_shuffled(sampler: Any) -> bool:
-    """Whether each sample comes once an epoch, in an order that is drawn."""
+    """Tell whether each sample comes once an epoch, in an order that is drawn."""
     if not isinstance(sampler, RandomSampler) or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)

@@ -256,7 +256,7 @@ def _reduced(
 
 
 def _is_sum(module: nn.Module, loss: Loss, batch: Sequence[Any]) -> bool:
-    """Whether the loss doubles with the samples."""
+    """Tell whether the loss doubles with the samples."""
     with torch.no_grad():
         once = float(loss(module, *batch))
         twice = float(loss(module, *tree_map(lambda x: _concatenated(x, x), tuple(batch))))

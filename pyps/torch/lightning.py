@@ -135,7 +135,7 @@ def _uneven(loader: DataLoader[Any], parts: int, run: UnevenRun, ranks: int) -> 
 
 
 def _is_shuffled(loader: DataLoader[Any]) -> bool:
-    """Whether it is a loader for training: Lightning has given it a shuffling sampler, or it had one."""
+    """Tell whether it is a loader for training: Lightning has given it a shuffling sampler, or it had one."""
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, UnevenBatchSampler) or is_shuffled(sampler):
         return True

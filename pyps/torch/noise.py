@@ -68,8 +68,8 @@ class GradientNoise:
         """
         mean = self._mean
         if mean.calls != 1:
-            found = f"{mean.calls} backward passes that were reduced"
-            raise InputError("GradientNoise", "step", found, "one, and step() before the training step ends")
+            passes = f"{mean.calls} backward passes that were reduced"
+            raise InputError("GradientNoise", "step", passes, "one, and step() before the training step ends")
         known = self._sampler.round_samples(self._sampler.trained)
         size, own = known or (self._sampler.global_batch, self._sampler.batch)
         share = own / size if mean.share is None else float(mean.share)

@@ -103,7 +103,7 @@ class UnevenSyncBatchNorm(_BatchNorm):
 
 
 def sees_own_batch_alone(module: nn.Module) -> bool:
-    """Whether a layer that trains normalises over its rank's samples, unlike in one process."""
+    """Tell whether a layer that trains normalises over its rank's samples, unlike in one process."""
     return any(not isinstance(layer, UnevenSyncBatchNorm) for layer in normalized_by_batch(module))
 
 

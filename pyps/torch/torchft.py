@@ -50,7 +50,7 @@ WARM_UP = 2  # first steps of a process that are not measured
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a replica tells the others before they decide.
+    """The message of a replica to the others before they decide.
 
     joined: whether it has no split that holds: it, or others, came or went, or its last step failed. known:
     whether anything is known of its device. level, corrected: as a Balancer's, at the last change.
@@ -108,7 +108,7 @@ def _shared(global_batch: int, said: Sequence[Said], readings: Sequence[DeviceRe
 
 
 class ReplicaData:
-    """What the replicas train on, shuffled, each sample once an epoch, and where they stand in it.
+    """The data that the replicas train on, shuffled, each sample once an epoch, and where they stand in it.
 
     dataset: with a length. global_batch: the samples of a step, of all replicas together. seed, drop_last: as
     in UnevenBatchSampler. loading: of the DataLoader, such as num_workers and collate_fn. Raises InputError
@@ -145,7 +145,7 @@ class ReplicaData:
 
     @property
     def begun(self) -> bool:
-        """Whether there are batches of this epoch."""
+        """Tell whether there are batches of this epoch."""
         return self._sampler is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,8 +307,9 @@ class UnevenReplica:
         return True
 
     def _agree(self, here: tuple[int, int] | None) -> bool:
-        """Whether the step has another split than the one before. here: this replica's place among how many;
-        None: it only looks on, until it has the others' state.
+        """Tell whether the step has another split than the one before.
+
+        here: this replica's place among how many; None: it only looks on, until it has the others' state.
         """
         joined = here is None or here != self._at
         due = self._moves.moves and self._since >= self._moves.window
@@ -330,7 +331,7 @@ class UnevenReplica:
         return changed
 
     def _exchanged(self, here: tuple[int, int] | None, joined: bool) -> list[Said] | None:
-        """What each replica of the step says; None if one is gone."""
+        """The messages of the step's replicas; None if one is gone."""
         message = b"" if here is None else self._message(here, joined)
         rank, replicas = here or (0, self.manager.num_participants())
         lengths = torch.zeros(replicas, dtype=torch.int64, device=self.mean.device)

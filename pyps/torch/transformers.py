@@ -132,7 +132,7 @@ class UnevenTraining:
             self.run.backward(loss, run, divided)
 
     def _is_by_items(self: Any, loss: torch.Tensor) -> bool:
-        """Whether a loss was divided by the items of all ranks. Each kind of loss is looked at once.
+        """Tell whether a loss was divided by the items of all ranks. Each kind of loss is looked at once.
 
         Raises InputError for a loss that was so in parts.
         """
@@ -155,7 +155,7 @@ class UnevenTraining:
         return super()._finalize_training(*arguments, **options)  # type: ignore[misc]
 
     def _is_scaled(self: Any, num_items_in_batch: Any) -> bool:
-        """Whether Trainer takes the loss for one that is divided by the targets of all ranks."""
+        """Tell whether Trainer takes the loss for one that is divided by the targets of all ranks."""
         found = getattr(self, "loss_is_scaled_for_ga", None)  # newer than transformers 5.17
         if found is None:
             found = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -198,7 +198,7 @@ class UnevenTraining:
 
 
 def _is_divided_by(term: Term, items: Any) -> bool:
-    """Whether a term is a sum that was divided by these items, or by so many for each class."""
+    """Tell whether a term is a sum that was divided by these items, or by so many for each class."""
     if term.is_mean or term.count is None:
         return False
     on_device = float(term.count) / math.prod(term.divisors)

@@ -148,7 +148,7 @@ class UnevenPrompts(UnevenTraining):
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
 
     def log(self: Any, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As TRL's. Training figures are those of all ranks: least, greatest, or means by completions."""
+        """Log as TRL does. Figures of training are all ranks': least, greatest, or means by completions."""
         mine = self._metrics["train"]
         if self.run.sampler is not None and self.model.training and mine:
             every: list[Any] = [None] * self.args.world_size
@@ -188,7 +188,7 @@ def _completions(batch: Mapping[str, Any]) -> int:
 
 
 def _tokens(batch: Mapping[str, Any]) -> Any:
-    """Of the completions of a micro-batch: those that the loss is a mean over."""
+    """The tokens of a micro-batch's completions that the loss is a mean over."""
     mask = batch["completion_mask"]
     return (mask * batch["tool_mask"] if "tool_mask" in batch else mask).sum()
 

@@ -1,4 +1,4 @@
-"""What a rank's steps take itself, without the time in which it waits for other ranks.
+"""The time that a rank's steps take itself, without that in which it waits for other ranks.
 
 A rank waits where GlobalMean's rows meet, and at the end of each backward pass until its gradients are
 reduced; a step may have several (a GAN's). It waits within forward passes: DDP sends the first rank's buffers
@@ -56,7 +56,7 @@ class Waiting:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What happens within is a wait."""
+        """Count what happens within as a wait."""
         began = self.mark() if self.timers and self._sent is None else None
         try:
             yield
@@ -95,7 +95,7 @@ class Waiting:
             timer.waited(began, ended)
 
     def computes(self) -> None:
-        """What this rank did between two passes is over: a pass begins."""
+        """A pass begins: the stretch between two passes is over."""
         for timer in self.timers:
             timer.close()
 

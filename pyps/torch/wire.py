@@ -121,7 +121,7 @@ class GradientWire:
         return future.then(finish)
 
     def _is_last(self, bucket: GradBucket) -> bool:
-        """Whether it is its pass's last; a static graph's first buckets all say so."""
+        """Tell whether it is its pass's last; a static graph's first buckets all say so."""
         if not self._unnumbered:
             return bucket.is_last()
         self._unnumbered -= len(bucket.parameters())

@@ -23,7 +23,7 @@ ARRIVED = "_pyps_arrived"  # whether a parameter got a gradient since this was a
 
 
 class Watcher(Protocol):
-    """What looks at this rank's gradients."""
+    """A call that looks at this rank's gradients."""
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
 

@@ -56,7 +56,7 @@ class Term:
     smoothing: bool = False  # the part of cross_entropy that smooths labels: torch divides it by a count
 
     def counts_own(self) -> bool:
-        """Whether the graph shows that a sum is divided by a count of this rank's own items.
+        """Tell whether the graph shows that a sum is divided by a count of this rank's own items.
 
         It is the number of values or rows, or the sum of a mask or of weights that the values were multiplied
         by. Ask only where the ranks' counts are the same number, as a constant would be: this reads masks.
@@ -265,7 +265,7 @@ def _numel(edge: tuple[Node, int]) -> int:
 
 
 def _of_losses(edge: tuple[Node, int]) -> bool:
-    """Whether a value is made of losses: of no dimensions, or stacked and added up from such."""
+    """Tell whether a value is made of losses: of no dimensions, or stacked and added up from such."""
     stack, seen = [edge], set()
     while stack:
         node, output = stack.pop()
@@ -284,7 +284,7 @@ def _of_losses(edge: tuple[Node, int]) -> bool:
 
 
 def _of_parameters(node: Node) -> bool:
-    """Whether nothing under a node is data: by operations that take no other tensor, down to parameters."""
+    """Tell whether nothing under a node is data: its operations take no other tensor than parameters."""
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
@@ -306,7 +306,7 @@ def _of_parameters(node: Node) -> bool:
 
 
 def _by_a_number(node: Node, name: str) -> bool:
-    """Whether the input without a gradient is a number, or is added, which changes no gradient's weight."""
+    """Tell whether the input without a gradient is a number, or is added, which changes no weight."""
     if name not in PRODUCTS:
         return name in ("AddBackward0", "SubBackward0", "RsubBackward1")
     others = (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None))
@@ -337,7 +337,7 @@ def _dims(node: Node) -> set[int]:
 
 
 def _nested(node: Node, name: str, kept: Number | None) -> Number | None:
-    """What a mean of means is over: all their values. Refuse where samples were added up first.
+    """Return what a mean of means is over: all their values. Refuse where samples were added up first.
 
     `x.mean(1).mean()` is the mean of all of x. `x.sum(0).mean()` is a mean over what is not samples, and
     `x.mean(0).sum()` a sum over it.
@@ -370,13 +370,13 @@ def _spread(node: Node) -> set[int]:
 
 
 def _smooths(node: Node) -> bool:
-    """Whether a sum is the part of torch's cross_entropy that smooths labels."""
+    """Tell whether a sum is the part of torch's cross_entropy that smooths labels."""
     names = [type(below).__name__ for below in _chain(node)]
     return names[:3] == ["MaskedFillBackward0", "NegBackward0", "SumBackward1"]
 
 
 def _counted(node: Node, n: float) -> bool:
-    """Whether n is how many values or rows a sum is of, or the sum of a mask or weights given to them."""
+    """Tell whether n counts the values or rows of a sum, or is the sum of a mask or weights of theirs."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     kept = getattr(node, "_saved_self", None)
     sizes = sizes if sizes is not None else kept.shape if kept is not None else ()

@@ -97,7 +97,7 @@ def off(loss_of: Loss, parts: tuple[slice, ...] = PARTS, penalty: Loss | None = 
 
 
 def is_exact(loss_of: Loss, parts: tuple[slice, ...] = PARTS) -> bool:
-    """Whether it is exact; False where it is refused. Anything else fails."""
+    """Tell whether it is exact; False where it is refused. Anything else fails."""
     try:
         error = off(loss_of, parts)
     except InputError:
