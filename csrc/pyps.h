@@ -410,7 +410,6 @@ enum {                                                                          
        PYPS_SSP = 4,
        PYPS_DSSP = 5,
        PYPS_DYNSGD = 6,
-       PYPS_CONSGD = 7, /* PYPS_ASP by another name; not with PYPS_SCALE_NONE */
        PYPS_DCASGD = 8,
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,

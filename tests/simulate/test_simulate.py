@@ -46,7 +46,7 @@ def test_bsp_takes_as_long_as_the_slowest() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["asp", "dynsgd", "consgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"]
+    "policy", ["asp", "dynsgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"]
 )
 def test_policies_without_waits_train_at_the_sum_of_speeds(policy: str) -> None:
     result = simulate(PLAIN, policy, iterations=200)

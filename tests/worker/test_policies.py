@@ -42,19 +42,6 @@ def test_every_policy_trains_through_workers(shm: Path, name: str) -> None:
         worker.close()
 
 
-def test_a_store_of_consgd_is_one_of_asp(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer in C may have made it, by the other name."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ASP, "number", 7)
-        store = Store.create("former", {"w": np.zeros(8)}, batches=[4], policy=ASP())
-    with store:
-        for text in ("asp", "consgd"):
-            check_agreed(store, Settings("former", 0, policy_named(text), launched=True))
-        for text, expected in (("bsp", "asp"), ("asp:lookahead=false", "asp with plain_pulls 0")):
-            with pytest.raises(InputError, match=f"found {text}; expected {expected}, as in the store"):
-                check_agreed(store, Settings("former", 0, policy_named(text), launched=True))
-
-
 def alone_with_turns(shm: Path, policy: str) -> bytes:
     model = make_model()
     with join("one", 0, batches=[10], samples=2 * SAMPLES, seed=5, policy=policy) as worker:
