@@ -10,16 +10,14 @@ import pytest
 import torch
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
-from pyps.errors import InputError, InvalidArgument, PushRejected
+from pyps.errors import InvalidArgument, PushRejected
 from pyps.formats.records import read_run
 from pyps.native.decisions import Advice
 from pyps.native.values import Hyper, PushResult
 from pyps.store import Store
-from pyps.store.policies import ASP, DCASGD, R2SP, Policy, SaPS, Softsync, policy_named
+from pyps.store.policies import DCASGD, R2SP, Policy, SaPS, Softsync
 from pyps.store.staging import StagingBuffer
-from pyps.worker.agreement import check_agreed
 from pyps.worker.loop import Worker, join
-from pyps.worker.settings import Settings
 
 LR = 0.5
 
