@@ -61,8 +61,8 @@ def _states(gradients: Gradients) -> list[tuple[int, int]]:
 
 
 class ScriptChanges:
-    """What the training script changes of a model in the store, which would be lost in silence: values of
-    parameters, their memory, whether they train.
+    """Changes that the training script makes to a model in the store, which would be lost in silence: of
+    parameters' values, of their memory, of whether they train.
 
     It tells by torch's versions, which a change through `.data` does not have.
     """

@@ -1,4 +1,4 @@
-"""What a worker's gradients weigh: in the sum of a step's micro-batches, and in their round's mean.
+"""The weights of a worker's gradients: in the sum of a step's micro-batches, and in their round's mean.
 
 A gradient weighs as much as the loss was divided by: its samples, its targets, the sum of their class
 weights. `worker.backward(loss)` reads that from the loss's graph (pyps.worker.terms). After a plain
@@ -88,7 +88,7 @@ class Weights:
         return loss if step.now > 0.0 else None
 
     def _read(self, loss: torch.Tensor, n: float | None, samples: int) -> tuple[float, list[Node]]:
-        """What a loss was divided by, and the nodes at which its gradient enters."""
+        """Return what a loss was divided by, and the nodes at which its gradient enters."""
         if n is not None:
             if not 0.0 <= (count := float(n)) < math.inf:
                 raise InputError("backward", "n", repr(n), "how many items the loss is a mean over")
@@ -147,7 +147,7 @@ def _weigh(step: Step, binding: Binding, weight: float) -> None:
 
 
 def _count(term: Term) -> float:
-    """What a term was divided by. Waits for a device that has it."""
+    """Return what a term was divided by. Waits for a device that has it."""
     if term.count is None:
         raise _refused(f"nothing, in {term.kind}: a sum", "a mean, or backward(loss, n=count)")
     if not isinstance(term.count, torch.Tensor) and not term.counts_own():
@@ -161,8 +161,8 @@ def _is_multiple(count: float, samples: int) -> bool:
 
 
 def _left_in(loss: torch.Tensor, samples: int) -> Iterator[float]:
-    """What the means of a loss were over, as far as a freed graph tells; sums and what is not known are left
-    out. Refuses class weights, and targets of which some may have been ignored.
+    """Give what the means of a loss were over, as far as a freed graph tells; sums and what is unknown are
+    left out. Refuses class weights, and targets of which some may have been ignored.
     """
     stack: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     for _ in range(MOST_NODES):
@@ -204,7 +204,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _penalty(node: Node) -> bool:
-    """Whether nothing below is data: every way leads to parameters."""
+    """Return whether nothing below is data: every way leads to parameters."""
     stack, seen = [node], {node}
     while stack and len(seen) < MOST_NODES:
         for below, _ in stack.pop().next_functions:

@@ -16,7 +16,7 @@ SPLIT = (6, 4)
 
 
 class Normed(nn.Module):
-    """With buffers, and a part that is compiled by itself."""
+    """A model with buffers, and a part that is compiled by itself."""
 
     def __init__(self, *, part: bool) -> None:
         super().__init__()

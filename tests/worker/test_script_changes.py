@@ -1,4 +1,4 @@
-"""What a script changes between its calls of the worker is honoured or refused, never lost in silence."""
+"""Changes that a script makes between its calls of the worker are honoured or refused, never lost."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_hooks_of_parameters_are_honoured(shm: Path) -> None:
 
 
 def test_a_scaler_that_skips_on_one_rank_leaves_the_others_mean(shm: Path) -> None:
-    """Of the second round: rank 1's gradient has an inf."""
+    """Rank 1's gradient of the second round has an inf."""
     models = [make_model(0) for _ in SPLIT]
     workers = [
         join("skips", rank, batches=list(SPLIT), samples=2 * sum(SPLIT), seed=5) for rank in range(len(SPLIT))

@@ -54,7 +54,7 @@ def penalized(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 def two_terms(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """By 1 and by 28 values a sample."""
+    """The sum of means over 1 and over 28 values a sample."""
     return samples(model, x, y) + 0.3 * model(x).square().mean()
 
 
@@ -135,7 +135,7 @@ def test_a_count_that_is_given_is_taken(shm: Path) -> None:
 
 
 def test_a_rank_without_targets_counts_for_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own loss is NaN."""
+    """The loss of such a rank is NaN."""
     few = Y.clone()
     few[torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) < 0.7] = -100
     monkeypatch.setitem(globals(), "Y", few)
