@@ -98,7 +98,7 @@ EXACT = Samples(1.0, 1.0, 1.0, "the gradient of one process")
 NEARLY = Samples(1.0, 1.02, 1.1, "errors are fed back")
 ON_CONVEX = "nine in ten convex problems, at the rate that is best for synchronous steps"
 LATE = Samples(0.8, 1.05, 1.4, ON_CONVEX)
-PIPED = Samples(0.8, 1.2, 2.3, f"{ON_CONVEX}; some never get there")
+PIPED = Samples(0.8, 1.05, 2.3, f"{ON_CONVEX}; some never get there")
 RING = "torchrun, ranks that reach each other, pyps.torch.uneven"
 STORE = "pyps run, worker.batches() and worker.step(); any network"
 
