@@ -22,7 +22,7 @@ def samplers(**more: object) -> list[UnevenCostSampler]:
 
 
 def rounds(found: list[UnevenCostSampler]) -> list[list[list[int]]]:
-    """Of each round the samples of each rank."""
+    """Return the samples of each rank, for each round."""
     return [list(one) for one in zip(*[list(iter(sampler)) for sampler in found], strict=True)]
 
 
