@@ -30,7 +30,7 @@ def main() -> None:
         worker.attach(task.model, optimizer)
         for inputs, targets in worker.batches(data):
             loss = task.loss(task.model(inputs), targets)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

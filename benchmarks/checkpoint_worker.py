@@ -21,7 +21,7 @@ def main() -> None:
         worker.attach(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
         for x, y in worker.batches((inputs, inputs)):
             loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

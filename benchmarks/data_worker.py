@@ -47,7 +47,7 @@ def main() -> None:
         data = Timed(slow or options.sample_seconds)
         for x, y in worker.batches(data, options.num_workers):
             loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

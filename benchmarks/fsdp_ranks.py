@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pyps.profiler.throttle import sleep_until
-from pyps.torch import Rebalancer, UnevenBatchSampler, weighted_hook
+from pyps.torch import GlobalMean, Rebalancer, UnevenBatchSampler
 
 WIDTH, BLOCKS = 64, 4
 
@@ -101,8 +101,8 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
     draws = torch.Generator().manual_seed(1)
     inputs = torch.randn(chosen.global_batch * 40, WIDTH, generator=draws)
     sampler = UnevenBatchSampler(inputs, [chosen.global_batch // ranks] * ranks)
-    hook = weighted_hook(model, sampler)
-    balance = Rebalancer(sampler, hook) if chosen.rebalance else None
+    mean = GlobalMean(model, sampler)
+    balance = Rebalancer(sampler, mean) if chosen.rebalance else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seconds: list[float] = []
     off: list[float] = []
@@ -114,16 +114,17 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
             device.samples = len(rows)
             batch = inputs[rows].requires_grad_()  # so that the first block has a backward pass that ends
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch), batch.detach().roll(1, 1)).backward()
+            mean.backward(nn.functional.mse_loss(model(batch), batch.detach().roll(1, 1)))
             optimizer.step()
-            if balance is not None:
+            if balance is None:
+                mean.end_step()
+            else:
                 balance.step()
                 batch_of, measured = balance.latest or (0, 0.0)
                 off += [measured / device.seconds() - 1] if batch_of == len(rows) else []
             seconds.append(time.perf_counter() - began)
             if len(seconds) == chosen.steps:
                 break
-        sampler.set_epoch(sampler.epoch + 1)
     history = [str(change) for change in balance.history] if balance else []
     return {"seconds": seconds, "batches": sampler.split, "history": history, "off": off}
 

@@ -84,7 +84,7 @@ def local_steps(seed: int) -> None:
         worker.attach(model, optimizer, outer=outer)
         for (text,) in worker.batches((training,)):
             loss = loss_of(model, text)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

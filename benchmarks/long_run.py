@@ -168,7 +168,7 @@ def train_store(given: dict[str, Any], model: GPT, training: torch.Tensor, held_
         for (text,) in worker.batches((training,)):
             position = worker.claim.first  # of all workers' samples
             loss = loss_of(model, text)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
             if notes is not None:
                 notes.step(position)

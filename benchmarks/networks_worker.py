@@ -27,7 +27,7 @@ def main() -> None:
         worker.attach(model, optimizer)
         for x, y in worker.batches((inputs, targets)):
             loss = loss_of(model(x), y)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

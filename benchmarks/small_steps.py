@@ -73,7 +73,7 @@ def worked(data: tuple[torch.Tensor, ...], policy: str) -> tuple[list[float], li
             times.append(time.thread_time() - began)
             began = time.thread_time()
             loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
         looks = [seconds_of(worker.store.status) for _ in range(STEPS)]
     return times[1:], looks

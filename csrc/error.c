@@ -20,7 +20,7 @@ int pyps__fail(int code, const char *format, ...) {
     return last_code = code;
 }
 
-int pyps__given(const void *pointer, const char *argument) {
+int pyps__require(const void *pointer, const char *argument) {
     return pointer ? PYPS_OK : fail(PYPS_EINVAL, "%s: found NULL; expected a pointer", argument);
 }
 

@@ -10,8 +10,8 @@
 int pyps__fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3), cold));
 #define fail(...) pyps__fail(__VA_ARGS__)
 /* PYPS_OK, or PYPS_EINVAL: a pointer that must not be NULL is. */
-int pyps__given(const void *pointer, const char *argument);
-#define given(pointer) pyps__given(pointer, #pointer)
+int pyps__require(const void *pointer, const char *argument);
+#define require(pointer) pyps__require(pointer, #pointer)
 /* PYPS_OK, or PYPS_EINVAL: a number is not one of `low` to `high`. */
 int pyps__between(const char *field, uint64_t found, uint64_t low, uint64_t high);
 /* Copies a caller's struct that begins with its size, of at least `least` bytes, to one of `known`: see "Structs" in

@@ -225,7 +225,7 @@ typedef struct {
     uint64_t tag[2]; /* the caller's own name of this push: pyps_get_ticket tells it again */
     /* Of a part of a model whose decisions another store takes: what that store's ticket of this gradient was given, in
      * place of this store's; NULL: none. */
-    const struct pyps_ticket *as;
+    const struct pyps_ticket *decided;
     /* [looked_count] parts of the flat vector, in ascending order and apart, where the caller has found every gradient in
      * the staging buffer to be finite: by pyps_finite while it was in cache, or on its device. A push that is to refuse
      * what is not finite reads the rest alone. It needs no saying, and is not read, where a gradient is copied, encoded here
@@ -410,7 +410,6 @@ enum {                                                                          
        PYPS_SSP = 4,
        PYPS_DSSP = 5,
        PYPS_DYNSGD = 6,
-       PYPS_CONSGD = 7, /* PYPS_ASP by another name; not with PYPS_SCALE_NONE */
        PYPS_DCASGD = 8,
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pyps.store.policies import R2SP as R2SP
     from pyps.store.policies import SSP as SSP
     from pyps.store.policies import Backup as Backup
-    from pyps.store.policies import ConSGD as ConSGD
     from pyps.store.policies import Custom as Custom
     from pyps.store.policies import DynSGD as DynSGD
     from pyps.store.policies import Quorum as Quorum
@@ -46,7 +45,6 @@ _HOME = {
     "ASP": "pyps.store.policies",
     "BSP": "pyps.store.policies",
     "Backup": "pyps.store.policies",
-    "ConSGD": "pyps.store.policies",
     "Custom": "pyps.store.policies",
     "DCASGD": "pyps.store.policies",
     "DSSP": "pyps.store.policies",

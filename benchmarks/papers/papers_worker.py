@@ -35,7 +35,7 @@ def main() -> None:
         worker.attach(model, optimizer)
         for inputs, targets in worker.batches(images):
             loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

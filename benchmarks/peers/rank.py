@@ -254,7 +254,7 @@ def store() -> None:
         log = Log(inner, worker.rank)
         for images, labels in worker.batches(digits()[0].tensors):
             loss = cross_entropy(inner(images), labels)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
             log.step(len(images))
 

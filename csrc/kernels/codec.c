@@ -120,7 +120,7 @@ int pyps_encode(const pyps_encode_args *given_args, const float *values, uint64_
     const pyps_encode_args *a = &copy;
     int rc = read_struct("encode", given_args, scale, &copy);
     if (!rc) rc = codec_check_args("encode", a);
-    if (count && !rc) rc = given(values);
+    if (count && !rc) rc = require(values);
     if (rc || (rc = codec_check_data("encode", a->codec, count, out, bytes))) return rc;
     if (a->residual_out && a->residual_out == a->residual)
         return fail(PYPS_EINVAL,
@@ -145,7 +145,7 @@ int pyps_encode(const pyps_encode_args *given_args, const float *values, uint64_
 
 int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float *out, uint64_t count) {
     int rc = codec_check_data("decode", codec, count, data, bytes);
-    if (rc || (count && (rc = given(out)))) return rc;
+    if (rc || (count && (rc = require(out)))) return rc;
     const uint8_t *codes = data;
     const float *scales = (const float *)(const void *)(codes + codec_codes(codec, count));
     if (!codec_scales_finite(scales, codec_scales(codec, count)))

@@ -27,7 +27,7 @@ static struct view_config view_config_of(const pyps_config *c) {
 
 int pyps_core_create(const pyps_config *asked, pyps_core **out) {
     pyps_config config;
-    int rc = given(out);
+    int rc = require(out);
     if (rc) return rc;
     *out = NULL;
     if ((rc = config_read(asked, &config)) || (rc = config_check_ranks(&config))) return rc;
@@ -102,8 +102,8 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
 int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out) {
     struct outcome o;
     pyps_event copy;
-    int rc = given(core);
-    if (rc || (rc = read_struct("event", event, next, &copy)) || (rc = given(out)) ||
+    int rc = require(core);
+    if (rc || (rc = read_struct("event", event, next, &copy)) || (rc = require(out)) ||
         (rc = check(core, &copy)))
         return rc;
     struct view *v = core->view;
@@ -148,8 +148,8 @@ uint32_t pyps_core_sources(const pyps_core *core, uint32_t *slots, uint32_t *sta
 }
 
 int pyps_core_gradient(pyps_core *core, const float *gradient, uint64_t count) {
-    int rc = given(core);
-    if (rc || (count && (rc = given(gradient)))) return rc;
+    int rc = require(core);
+    if (rc || (count && (rc = require(gradient)))) return rc;
     if (!core->looks || !count) return core->looks;
     memset(core->sketch, 0, sizeof core->sketch);
     sketch_add(core->sketch, gradient, 0, count);
@@ -161,15 +161,15 @@ double pyps_core_lookahead(const pyps_core *core, uint32_t slot) {
 }
 
 int pyps_core_ranks(const pyps_core *core, pyps_rank *out, uint32_t capacity) {
-    int rc = given(core);
-    if (rc || (capacity && (rc = given(out)))) return rc;
+    int rc = require(core);
+    if (rc || (capacity && (rc = require(out)))) return rc;
     for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++) out[r] = view_rank(core->view, r)->total;
     return PYPS_OK;
 }
 
 int pyps_core_costs(const pyps_core *core, pyps_rank_cost *out, uint32_t capacity) {
-    int rc = given(core);
-    if (rc || (capacity && (rc = given(out)))) return rc;
+    int rc = require(core);
+    if (rc || (capacity && (rc = require(out)))) return rc;
     for (uint32_t r = 0; r < core->view->ranks && r < capacity; r++)
         out[r] = view_cost(view_rank(core->view, r));
     return PYPS_OK;

@@ -23,7 +23,7 @@ int policy_check(uint32_t number, const pyps_policy_params *params) {
 int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyps_policy_needs *out) {
     const struct policy *p = policy_find(number);
     pyps_policy_params copy;
-    int rc = given(out);
+    int rc = require(out);
     if (rc || (params && (rc = read_struct("policy_params", params, scaling, &copy)))) return rc;
     if (params) params = &copy;
     if (!p) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);

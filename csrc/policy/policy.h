@@ -94,9 +94,9 @@ struct policy {
 /* The rows, with the numbers by which stores and states know them. */
 #define POLICIES(row)                                                                                        \
     row(bsp, PYPS_BSP) row(asp, PYPS_ASP) row(backup, PYPS_BACKUP) row(softsync, PYPS_SOFTSYNC)              \
-        row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(consgd, PYPS_CONSGD)            \
-            row(dcasgd, PYPS_DCASGD) row(saps, PYPS_SAPS) row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS)            \
-                row(custom, PYPS_CUSTOM) row(quorum, PYPS_QUORUM)
+        row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(dcasgd, PYPS_DCASGD)            \
+            row(saps, PYPS_SAPS) row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS) row(custom, PYPS_CUSTOM)            \
+                row(quorum, PYPS_QUORUM)
 
 #define DECLARE_ROW(name, number) extern const struct policy policy_##name;
 POLICIES(DECLARE_ROW)

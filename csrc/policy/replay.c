@@ -184,8 +184,8 @@ int pyps_replay(const char *path, pyps_replay_result *out) {
     uint8_t *data;
     size_t bytes, count = 0;
     struct journal_entry **entries = NULL;
-    int rc = given(path);
-    if (rc || (rc = given(out))) return rc;
+    int rc = require(path);
+    if (rc || (rc = require(out))) return rc;
     *out = (pyps_replay_result){0};
     rc = read_all(path, &data, &bytes);
     if (!rc) rc = find_entries(data, bytes, &entries, &count);

@@ -21,7 +21,7 @@ int pyps_exchange_arriving(pyps_store *s, const pyps_push_args *args, float *fla
                            pyps_arrival arrived, void *context, pyps_push_result *out,
                            uint64_t *version_out) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = given(flat)) || (rc = given(out)) || (rc = given(version_out))) return rc;
+    if (rc || (rc = require(flat)) || (rc = require(out)) || (rc = require(version_out))) return rc;
     struct arrivals arrivals = {.arrived = arrived, .context = context, .least = least};
     arrivals_begin(s, &arrivals);
     rc = exchange(s, args, flat, out, version_out);

@@ -23,11 +23,11 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->ranges && a->codec != PYPS_F32)
         return fail(PYPS_EINVAL, "push: codec: found %u with ranges; expected PYPS_F32", a->codec);
     if (a->ranges || a->range_count) {
-        int rc = given(a->ranges);
+        int rc = require(a->ranges);
         if (rc || (rc = ranges_check(s, "push", a->ranges, a->range_count))) return rc;
     }
     if (a->looked || a->looked_count) {
-        int rc = given(a->looked);
+        int rc = require(a->looked);
         if (rc || (rc = ranges_check(s, "push: looked", a->looked, a->looked_count))) return rc;
     }
     pyps_encode_args encode = {.size = sizeof encode,

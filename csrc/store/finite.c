@@ -108,7 +108,7 @@ int finite_check_halves(const pyps_store *s, uint32_t staging, uint32_t codec, c
 }
 
 int pyps_finite(const float *values, uint64_t count) {
-    int rc = count ? given(values) : PYPS_OK;
+    int rc = count ? require(values) : PYPS_OK;
     if (rc || kernels_chosen()->finite(values, count)) return rc;
     while (isfinite(*values)) values++;
     return fail(PYPS_ENONFINITE, "finite: found %g", (double)*values);
@@ -117,8 +117,8 @@ int pyps_finite(const float *values, uint64_t count) {
 int pyps_take(float *to, const float *from, uint64_t count) {
     const struct kernels *kernels = kernels_chosen();
     bool finite = true, streams = count >= STREAM_FROM;
-    int rc = count ? given(to) : PYPS_OK;
-    if (rc || (rc = count ? given(from) : PYPS_OK)) return rc;
+    int rc = count ? require(to) : PYPS_OK;
+    if (rc || (rc = count ? require(from) : PYPS_OK)) return rc;
     for (uint64_t at = 0, length; at < count; at += length) {
         length = count - at < PIECE ? count - at : PIECE;
         finite &= kernels->finite(from + at, length);

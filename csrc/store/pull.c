@@ -60,7 +60,7 @@ int chunks_copy(pyps_store *s, float *flat, uint64_t ticket, uint64_t *version_o
 
 int pyps_pull(pyps_store *s, float *flat, uint64_t *version_out) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = given(flat)) || (rc = given(version_out))) return rc;
+    if (rc || (rc = require(flat)) || (rc = require(version_out))) return rc;
     uint64_t version;
     if ((rc = round_complete(s)) || (rc = lookahead_set(s)) || (rc = chunks_copy(s, flat, 0, &version)))
         return rc;
@@ -95,7 +95,7 @@ static int copy_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, 
 int pyps_pull_ranges(pyps_store *s, const pyps_range *ranges, uint64_t count, float *values,
                      uint64_t *version_out) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = given(ranges)) || (rc = given(values)) || (rc = given(version_out)) ||
+    if (rc || (rc = require(ranges)) || (rc = require(values)) || (rc = require(version_out)) ||
         (rc = ranges_check(s, "pull", ranges, count)) || (rc = round_complete(s)) || (rc = lookahead_set(s)))
         return rc;
     uint64_t oldest = UINT64_MAX, floats = 0;
@@ -123,12 +123,12 @@ static int encode(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encodin
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
     uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
-    if (!rc) rc = given(version_out);
+    if (!rc) rc = require(version_out);
     if (!rc && bytes < averaged)
         rc = fail(PYPS_EINVAL, "pull: bytes: found %lu; expected at least %lu, of averaged tensors", bytes,
                   averaged);
     if (rc || (rc = codec_check_data("pull", codec, s->trained, data, bytes - averaged)) ||
-        (rc = given(data)) || (rc = round_complete(s)) || (rc = lookahead_set(s)))
+        (rc = require(data)) || (rc = round_complete(s)) || (rc = lookahead_set(s)))
         return rc;
     struct encoding flat = {.codec = codec, .scale = 1.0f, .codes = data};
     flat.scales = (float *)(void *)(flat.codes + codec_codes(codec, s->trained));

@@ -23,7 +23,7 @@
 
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     int rc = store_check_worker(s);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     struct event e = store_event(s, EVENT_START);
     struct outcome outcome;
     uint64_t waited;
@@ -39,7 +39,7 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
 
 int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
     int rc = store_check_worker(s);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     struct event e = store_event(s, EVENT_START_AHEAD);
     struct outcome outcome;
     enum verdict verdict;
@@ -104,7 +104,7 @@ static uint64_t process_that_reads(const pyps_store *s) {
 
 int pyps_stage(pyps_store *s, double timeout_seconds, uint32_t *staging_out) {
     int rc = store_check_worker(s);
-    if (rc || (rc = given(staging_out))) return rc;
+    if (rc || (rc = require(staging_out))) return rc;
     struct waiting waiting = waiting_until(PYPS_WAITS_STAGING, store_deadline(s, timeout_seconds));
     for (uint32_t taken;;) {
         uint32_t seen_view = view_sequence_word(s);
@@ -154,10 +154,11 @@ static int check_args(const pyps_store *s, const pyps_push_args *a) {
         return fail(PYPS_EINVAL,
                     "push: weight: found %g, weighted %u; expected a finite number of at least 0", a->weight,
                     a->weighted);
-    if (a->as &&
-        !(isfinite(a->as->scale) && isfinite(a->as->share) && a->as->part >= 0 && isfinite(a->as->part)))
-        return fail(PYPS_EINVAL, "push: as: found scale %g, share %g, part %g; expected those of a ticket",
-                    (double)a->as->scale, (double)a->as->share, (double)a->as->part);
+    if (a->decided && !(isfinite(a->decided->scale) && isfinite(a->decided->share) && a->decided->part >= 0 &&
+                        isfinite(a->decided->part)))
+        return fail(PYPS_EINVAL,
+                    "push: decided: found scale %g, share %g, part %g; expected those of a ticket",
+                    (double)a->decided->scale, (double)a->decided->share, (double)a->decided->part);
     if (!a->hyper)
         return fail(PYPS_EINVAL, "push: hyper: found NULL; expected one for each of %u groups",
                     s->geometry.groups);
@@ -279,8 +280,9 @@ static int admit(pyps_store *s, const pyps_push_args *args, uint64_t deadline, s
         e.grad_norm_squared = args->grad_norm_squared, e.cost_nanoseconds = args->cost_nanoseconds;
         e.data_nanoseconds = args->data_nanoseconds;
         e.tag[0] = args->tag[0], e.tag[1] = args->tag[1];
-        if (args->as)
-            e.given = 1, e.scale = args->as->scale, e.share = args->as->share, e.part = args->as->part;
+        if (args->decided)
+            e.given = 1, e.scale = args->decided->scale, e.share = args->decided->share,
+            e.part = args->decided->part;
         int rc = staging_fill(s, args, &e, out);
         FAILPOINT("push.staged");
         if (!rc) rc = admit_staged(s, &e, deadline, outcome, out);
@@ -319,13 +321,13 @@ static uint64_t bytes_of_gradient(const pyps_store *s, const pyps_push_args *arg
 
 static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_result *out) {
     pyps_push_args copy;
-    pyps_ticket as;
+    pyps_ticket decided;
     const pyps_push_args *args = &copy;
     int rc = store_check_worker(s);
-    if (rc || (rc = given(out)) || (rc = read_struct("push", given_args, hyper, &copy)) ||
-        (copy.as && (rc = read_struct("push: as", copy.as, share, &as))))
+    if (rc || (rc = require(out)) || (rc = read_struct("push", given_args, hyper, &copy)) ||
+        (copy.decided && (rc = read_struct("push: decided", copy.decided, share, &decided))))
         return rc;
-    if (copy.as) copy.as = &as;
+    if (copy.decided) copy.decided = &decided;
     if ((rc = check_args(s, args))) return rc;
     *out = (pyps_push_result){0};
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
@@ -376,7 +378,7 @@ int pyps_push(pyps_store *s, const pyps_push_args *args, pyps_push_result *out) 
 
 int pyps_should_continue(pyps_store *s, uint32_t done, uint32_t next, int *advice_out) {
     int rc = store_check_worker(s);
-    if (rc || (rc = given(advice_out))) return rc;
+    if (rc || (rc = require(advice_out))) return rc;
     struct event e = store_event(s, EVENT_CHECK);
     struct outcome outcome;
     enum verdict verdict;

@@ -162,7 +162,7 @@ static int create(const char *name, const pyps_config *config, const pyps_state 
     struct layout layout;
     pyps_tensor *tensors = NULL;
     struct group *groups = NULL;
-    int rc = given(out);
+    int rc = require(out);
     if (rc) return rc;
     *out = NULL;
     if ((rc = path_of(name, path, sizeof path)) ||
@@ -193,7 +193,7 @@ int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
 
 int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
     pyps_state copy;
-    int rc = given(out);
+    int rc = require(out);
     if (!rc) rc = read_struct("state", state, residuals, &copy);
     return rc ? rc : create(name, config, &copy, out);
 }
@@ -278,7 +278,7 @@ int pyps_open(const char *name, pyps_store **out) {
     struct stat status;
     char path[4096];
     pyps_store *s = NULL;
-    int rc = given(out);
+    int rc = require(out);
     if (rc) return rc;
     *out = NULL;
     segment_hold_forks();
@@ -341,7 +341,7 @@ int pyps_probe(const char *name, uint64_t *bytes_out) {
     int fd;
     struct stat status;
     char magic[8] = {0};
-    int rc = given(bytes_out);
+    int rc = require(bytes_out);
     if (rc || (rc = open_file(name, &fd, &status))) return rc;
     *bytes_out = (uint64_t)status.st_blocks * 512;
     if (pread(fd, magic, sizeof magic, 0) != sizeof magic || memcmp(magic, SEGMENT_MAGIC, sizeof magic))

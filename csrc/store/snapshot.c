@@ -140,7 +140,7 @@ static int take(pyps_store *s, struct target *to, double timeout_seconds, uint64
 int pyps_snapshot(pyps_store *s, float *flat, float *const *state, double *steps, double timeout_seconds,
                   uint64_t *version_out) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = given(flat)) || (rc = given(version_out))) return rc;
+    if (rc || (rc = require(flat)) || (rc = require(version_out))) return rc;
     struct target to = {.flat = flat, .state = state, .steps = steps};
     return take(s, &to, timeout_seconds, version_out);
 }
@@ -149,7 +149,7 @@ int pyps_read(pyps_store *s, const pyps_range *ranges, uint64_t count, pyps_visi
               double timeout_seconds, uint64_t *version_out) {
     int rc = store_check_usable(s, true);
     if (!visit) rc = rc ? rc : fail(PYPS_EINVAL, "visit: found NULL; expected a function");
-    if (rc || (rc = given(version_out)) || (ranges && (rc = ranges_check(s, "read", ranges, count))))
+    if (rc || (rc = require(version_out)) || (ranges && (rc = ranges_check(s, "read", ranges, count))))
         return rc;
     struct show show = {.ranges = ranges, .count = count, .visit = visit, .context = context};
     struct target to = {.show = &show};
@@ -191,7 +191,7 @@ static int begin_reading(pyps_store *s, double timeout_seconds, struct view *beg
 
 int pyps_state_begin(pyps_store *s, double timeout_seconds, pyps_state *out) {
     int rc = store_check_usable(s, true);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     if (s->reading) return fail(PYPS_EINVAL, "state: begun already; end that one first");
     struct view *begun = view_allocate(s);
     s->reading = reading_allocate(s);

@@ -9,7 +9,7 @@
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     int rc = store_check_usable(s, false);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     const struct geometry *g = &s->geometry;
     *out = (pyps_layout){.segment_bytes = s->layout.bytes,
                          .flat_elements = (uint64_t)g->chunks * g->chunk_params,
@@ -34,14 +34,14 @@ int pyps_get_layout(pyps_store *s, pyps_layout *out) {
 
 int pyps_get_policy_params(pyps_store *s, pyps_policy_params *out) {
     int rc = store_check_usable(s, false);
-    if (!rc) rc = given(out);
+    if (!rc) rc = require(out);
     if (!rc) *out = s->geometry.policy_params;
     return rc;
 }
 
 int pyps_get_tensor(pyps_store *s, uint32_t index, pyps_tensor *out) {
     int rc = store_check_usable(s, false);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     if (index >= s->geometry.tensors)
         return fail(PYPS_EINVAL, "tensor: found %u; expected below %u", index, s->geometry.tensors);
     *out = s->tensors[index];
@@ -60,7 +60,7 @@ static int copy_view(pyps_store *s, struct view **out) {
 int pyps_get_status(pyps_store *s, pyps_status *out) {
     struct view head, *v = &head;
     int rc = store_check_usable(s, false);
-    if (rc || (rc = given(out))) return rc;
+    if (rc || (rc = require(out))) return rc;
     bool whole = s->policy->report; /* of a policy's own words; else a short look is enough */
     if ((rc = whole ? copy_view(s, &v) : view_observe_head(s, v))) return rc;
     *out = (pyps_status){.sequence = v->sequence,
@@ -81,8 +81,8 @@ int pyps_get_status(pyps_store *s, pyps_status *out) {
 
 int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_t *count_out) {
     struct view *v;
-    int rc = given(count_out);
-    if (!rc && capacity) rc = given(out);
+    int rc = require(count_out);
+    if (!rc && capacity) rc = require(out);
     if (rc || (rc = copy_view(s, &v))) return rc;
     *count_out = 0;
     for (uint32_t slot = 0; slot < v->participants && *count_out < capacity; slot++) {
@@ -109,7 +109,7 @@ int pyps_get_members(pyps_store *s, pyps_member *out, uint32_t capacity, uint32_
 
 int pyps_get_ranks(pyps_store *s, pyps_rank *out, uint32_t capacity) {
     struct view *v;
-    int rc = capacity ? given(out) : PYPS_OK;
+    int rc = capacity ? require(out) : PYPS_OK;
     if (rc || (rc = copy_view(s, &v))) return rc;
     for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++) out[rank] = view_rank(v, rank)->total;
     free(v);
@@ -143,7 +143,7 @@ static int hyper_of_group(pyps_store *s, uint32_t group, pyps_hyper *out) {
 
 int pyps_get_hyper(pyps_store *s, pyps_hyper *out, uint32_t capacity) {
     int rc = store_check_usable(s, false);
-    if (!rc) rc = given(out);
+    if (!rc) rc = require(out);
     for (uint32_t group = 0; group < s->geometry.groups && group < capacity && !rc; group++)
         rc = hyper_of_group(s, group, &out[group]);
     return rc;
@@ -151,7 +151,7 @@ int pyps_get_hyper(pyps_store *s, pyps_hyper *out, uint32_t capacity) {
 
 int pyps_get_costs(pyps_store *s, pyps_rank_cost *out, uint32_t capacity) {
     struct view *v;
-    int rc = capacity ? given(out) : PYPS_OK;
+    int rc = capacity ? require(out) : PYPS_OK;
     if (rc || (rc = copy_view(s, &v))) return rc;
     for (uint32_t rank = 0; rank < v->ranks && rank < capacity; rank++)
         out[rank] = view_cost(view_rank(v, rank));
@@ -198,7 +198,7 @@ int pyps_wait(pyps_store *s, uint64_t sequence, double timeout_seconds) {
 
 int pyps_get_ticket(pyps_store *s, uint64_t version, pyps_ticket *out) {
     struct view *v;
-    int rc = given(out);
+    int rc = require(out);
     if (rc || (rc = copy_view(s, &v))) return rc;
     const struct ticket *t = view_ticket(v, version);
     if (!version || version > v->version || t->number != version)

@@ -27,7 +27,7 @@ def main() -> None:
             left = 1.0 - worker.claim.first / worker.settings.samples
             optimizer.param_groups[0]["lr"] = rate * left  # falls to zero in a line
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
 
 

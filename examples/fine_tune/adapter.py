@@ -25,7 +25,7 @@ def main() -> None:
         worker.attach(model, optimizer)
         for (rows,) in worker.batches((text,)):
             loss = model(input_ids=rows, labels=rows).loss
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
         if worker.rank == 0:
             travels = sum(p.numel() for p in model.parameters() if p.requires_grad)

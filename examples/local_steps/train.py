@@ -61,7 +61,7 @@ def main() -> None:
         worker.attach(model, optimizer)  # the plan says how many local steps
         for (text,) in worker.batches((training,)):
             loss = loss_of(model, text)
-            loss.backward()
+            worker.backward(loss)
             worker.step(loss)
         if worker.rank == 0:
             with torch.no_grad():

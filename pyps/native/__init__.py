@@ -169,7 +169,7 @@ def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
     if push.tag != NO_TAG:
         c.tag = [unsigned(what, "tag", word, 64) for word in push.tag]
     given = ffi.NULL if push.given is None else _ticket_struct(push.given)
-    setattr(c, "as", given)
+    c.decided = given
     if push.weight is not None:
         c.weighted, c.weight = 1, push.weight
     how = push.encoding

@@ -36,7 +36,7 @@ ROUNDS = 60  # simulated global batches
 LEVEL = 0.03  # relative: paces that differ by less are the same
 PILOT_ROUNDS = 100
 PILOT_WAYS = 4  # ways in a pilot, at most
-WORTH = 0.02  # of a loss: what a pilot's way has to be below that of the way to fall back to
+WORTH = 0.1  # of a loss: by which a pilot of local steps has to be ahead, as early leads fade
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ EXACT = Samples(1.0, 1.0, 1.0, "the gradient of one process")
 NEARLY = Samples(1.0, 1.02, 1.1, "errors are fed back")
 ON_CONVEX = "nine in ten convex problems, at the rate that is best for synchronous steps"
 LATE = Samples(0.8, 1.05, 1.4, ON_CONVEX)
-LOCAL = f"{ON_CONVEX}; some never get there"
+PIPED = Samples(0.8, 1.05, 2.3, f"{ON_CONVEX}; some never get there")
 RING = "torchrun, ranks that reach each other, pyps.torch.uneven"
 STORE = "pyps run, worker.batches() and worker.step(); any network"
 
@@ -124,7 +124,7 @@ STORES = (
         RunTable(policy="quorum", codec="plan"),
         0.1,
     ),
-    TrainingWay("hps", "late", LATE, STORE, RunTable(policy="hps", codec="plan", pipeline=True), 1.0),
+    TrainingWay("hps", "late", PIPED, STORE, RunTable(policy="hps", codec="plan", pipeline=True), 1.0),
     TrainingWay("asp", "late", LATE, STORE, RunTable(policy="asp", codec="plan"), 1.0),
     TrainingWay("saps", "late", LATE, STORE, RunTable(policy="saps", codec="plan"), 1.0),
     TrainingWay("r2sp", "late", LATE, STORE, RunTable(policy="r2sp", codec="plan"), 1.0),
@@ -132,7 +132,7 @@ STORES = (
         TrainingWay(
             f"local steps {count}, {codec}",
             "local",
-            Samples(0.6, middle, high, LOCAL),
+            Samples(0.6, middle, high, PIPED.source),
             STORE,
             RunTable(policy="bsp", codec=codec, pull_codec=codec, local_steps=count),
             count - 1.0,
@@ -332,19 +332,17 @@ def _linked(cluster: Cluster, profiles: Sequence[Profile]) -> bool:
 
 
 def _finalists(found: Sequence[Ranked]) -> list[Ranked]:
-    """The ways of a pilot: the best of each kind that may still win, the best first."""
+    """The ways of a pilot: the best of each kind that may still win, and the best with exact gradients, on
+    which a pilot can fall back.
+    """
     kinds = dict[str, Ranked]()
     for one in found:
-        kind = (
-            one.name.partition(",")[0]
-            if one.kind == "local"
-            else "exact"
-            if one.samples.high == 1
-            else one.kind
-        )
-        kinds.setdefault(kind, one)
-    finalists = [one for one in kinds.values() if one.to_loss[0] < found[0].to_loss[1] * (1 + LEVEL)]
-    return finalists[:PILOT_WAYS]
+        kind = one.name.partition(",")[0] if one.kind == "local" else one.kind
+        kinds.setdefault("exact" if one.samples.high == 1 else kind, one)
+    safe = [one for kind, one in kinds.items() if kind == "exact"]
+    most = found[0].to_loss[1] * (1 + LEVEL)
+    others = [one for kind, one in kinds.items() if kind != "exact" and one.to_loss[0] < most]
+    return sorted(safe + others[: PILOT_WAYS - len(safe)], key=lambda one: one.to_loss[1])
 
 
 def _pilot(cluster: Cluster, finalists: Sequence[Ranked], rounds: int) -> dict[str, int]:

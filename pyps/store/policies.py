@@ -25,7 +25,6 @@ from pyps.native.decisions import NO_BOUND, PolicyContext, PolicyNeeds, PolicyPa
 Threshold = Literal["fixed", "quantile", "ringmaster", "measured"]
 Late = Literal["drop", "weigh", "auto"]
 Scaling = Literal["samples", "none"]
-CONSGD = 7  # PYPS_CONSGD, which trainers in C may write: ASP by another name
 CUSTOM = 12  # PYPS_CUSTOM
 MOST_COUNT = NO_BOUND - 1
 MOST_EXTRA = 10_000  # they are tried one by one
@@ -125,17 +124,6 @@ class ASP(Policy):
 
     name: ClassVar[str] = "asp"
     number: ClassVar[int] = 1
-
-
-def ConSGD(*, scaling: Scaling = "samples", **others: Any) -> ASP:  # noqa: N802 - a class once
-    """ASP by another name: of N workers each push takes 1 / N of a step, by its part of a global batch.
-
-    Raises InputError for scaling "none", where the two differed.
-    """
-    if scaling != "samples":
-        expected = "ASP(scaling='none') with 1 / N of the learning rate: consgd is another name of asp"
-        raise InputError("consgd", "scaling", repr(scaling), expected)
-    return ASP(**others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +402,7 @@ def register_policy(policy: Policy) -> None:
 
 def policy_name(number: int) -> str:
     """The name of the policy that pyps.h gives this number; "custom" where only its creator knows one."""
-    names = {kind.number: name for name, kind in Policy.known.items()} | {CONSGD: "consgd"}
+    names = {kind.number: name for name, kind in Policy.known.items()}
     return names.get(number, Custom.name)
 
 
@@ -438,8 +426,7 @@ def policy_named(text: str, round_timeout_seconds: float = 60.0, source: str = "
 
 def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
     name, _, rest = text.partition(":")
-    former = ConSGD if name == "consgd" else None
-    kind = ASP if former else Policy.known.get(name) or _imported(name)
+    kind = Policy.known.get(name) or _imported(name)
     if kind is None:
         raise InputError("policy", "", repr(name), one_of(name, Policy.known))
     own = {f.name: f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
@@ -452,7 +439,7 @@ def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
             raise InputError(name, "", repr(item), expected)
         found = (own | also)[key]
         values[found.name] = _parsed(name, key, value, found.default)
-    return (former or kind)(round_timeout_seconds=round_timeout_seconds, **values)
+    return kind(round_timeout_seconds=round_timeout_seconds, **values)
 
 
 def _imported(name: str) -> type[Policy] | None:

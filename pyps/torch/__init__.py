@@ -10,6 +10,7 @@ from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.compose import UnevenStep, uneven
+from pyps.torch.cost_sampler import UnevenCostSampler
 from pyps.torch.decisions import Moves, RankState
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.groups import UnevenGroupSampler
@@ -31,6 +32,7 @@ __all__ = [
     "Rebalancer",
     "SplitChange",
     "UnevenBatchSampler",
+    "UnevenCostSampler",
     "UnevenGroupSampler",
     "UnevenIterableDataset",
     "UnevenStep",

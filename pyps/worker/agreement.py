@@ -12,7 +12,7 @@ from dataclasses import fields
 from pyps.errors import InputError
 from pyps.native.decisions import PolicyParams
 from pyps.native.values import Agreement
-from pyps.store.policies import CONSGD, Policy, policy_named
+from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.settings import Settings
 
@@ -42,8 +42,6 @@ def check_agreed(store: Store, settings: Settings) -> None:
 def _other_policy(store: Store, mine: Policy) -> str:
     """What the store's policy has where `mine` has something else; empty: they are the same."""
     number = store.layout.policy
-    if number == CONSGD:
-        number = policy_named("consgd").number
     if mine.number != number:
         names = [name for name, kind in Policy.known.items() if kind.number == number]
         return names[0] if names else "the policy that its creator wrote"

@@ -34,7 +34,7 @@ from pyps.remote.address import is_address, is_sharded
 from pyps.store.creation import kept_as
 from pyps.store.store import Store
 from pyps.worker.agreement import agreement_of
-from pyps.worker.averages import DTYPES, Averaged, find_buffers, put
+from pyps.worker.averages import DTYPES, Averaged, find_buffers, plain_name, put
 from pyps.worker.settings import Settings
 
 KINDS = {
@@ -100,7 +100,9 @@ def inspect(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
             if id(p) not in named:
                 found = f"a parameter of shape {list(p.shape)} that the model does not have"
                 raise InputError("attach", f"optimizer.param_groups[{k}]", found, "parameters of the model")
-    chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) in group_of]
+    chosen = [
+        (plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad and id(p) in group_of
+    ]
     for name, p in chosen:
         _check_parameter(name, p)
     chosen = [(name, p) for name, p in chosen if p.numel() > 0]
@@ -341,7 +343,8 @@ def load_parameters(source: Store | Snapshot, model: nn.Module) -> int:
     lacks or has in another shape.
     """
     snapshot = source.snapshot() if isinstance(source, Store) else source
-    targets: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    targets: dict[str, torch.Tensor] = {plain_name(name): value for name, value in named.items()}
     tensors = without_moments(snapshot.tensors)
     for name, values in tensors.items():
         found = list(targets[name].shape) if name in targets else "nothing"

@@ -18,6 +18,7 @@ from pyps.store.codec import encoded_vector_bytes, name_of
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
+from pyps.worker.checks import ScriptChanges
 from pyps.worker.client import StoreClient
 from pyps.worker.local_steps import LocalSteps
 from pyps.worker.memory import AnnouncedBudget
@@ -28,6 +29,7 @@ from pyps.worker.position import RunSchedule
 from pyps.worker.settings import Settings
 from pyps.worker.step import Step
 from pyps.worker.transport import StepCallback, Transport, check_depth, extra_buffers
+from pyps.worker.weights import Weights
 
 SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
@@ -48,6 +50,8 @@ class Attached:
     schedule: RunSchedule
     global_batch: int
     local: LocalSteps | None
+    weights: Weights
+    changes: ScriptChanges
 
     def refresh(self, step: Step | None) -> int:
         """Pull one single version into the model, after any transfer under way; the version. step: the one
@@ -91,6 +95,7 @@ class Attached:
             position=position,
             cost_seconds=step.cost_seconds,
             data_seconds=step.data_seconds,
+            weight=step.weight * step.loss_scale if step.by_loss and self.local is None else None,
         )
 
 
@@ -150,9 +155,24 @@ def attached(
         timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
         merge=local.merge if local is not None else None,
     )
+    rounds = needs.waits_for_rounds or needs.collects_pushes
+    weights = Weights(rounds=rounds and store.layout.ranks > 1, local=local is not None)
     steps = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
+    stored = {} if local is not None else {e.name: e.parameter for e in attachment.entries}
     return Attached(
-        model, attachment, binding, needs, budget, client, transport, steps, schedule, whole, local
+        model,
+        attachment,
+        binding,
+        needs,
+        budget,
+        client,
+        transport,
+        steps,
+        schedule,
+        whole,
+        local,
+        weights,
+        ScriptChanges(stored),
     )
 
 

@@ -99,7 +99,13 @@ def _persistent(model: nn.Module) -> Iterator[AveragedBuffer]:
             raise InputError("attach", path or "model", "SyncBatchNorm", expected)
         for key in module._buffers:
             if key not in module._non_persistent_buffers_set:
-                yield AveragedBuffer(f"{path}.{key}" if path else key, module, key, _pace_of(module, key))
+                name = plain_name(f"{path}.{key}" if path else key)
+                yield AveragedBuffer(name, module, key, _pace_of(module, key))
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or buffer has without torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def _pace_of(module: nn.Module, key: str) -> BufferPace:

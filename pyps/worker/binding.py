@@ -244,6 +244,14 @@ class Binding:
         """Raise InputError if no backward() ran since `begin_batch`."""
         self._backward.check(self._gradients())
 
+    def note_backward(self) -> None:
+        """backward() has run."""
+        self._backward.end(self._gradients())
+
+    def check_unchanged(self) -> None:
+        """Raise InputError if a gradient has changed since `note_backward`."""
+        self._backward.check_unchanged(self._gradients())
+
     def _gradients(self) -> list[torch.Tensor | None]:
         return self._direct.gradients() + [p.grad for p, _ in self._copied]
 

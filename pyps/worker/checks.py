@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from pyps.errors import Diverged, InputError, InvalidArgument
 from pyps.worker.step import Step
@@ -30,10 +31,21 @@ class BackwardCheck:
 
     def __init__(self) -> None:
         self._before: list[tuple[int, int]] = []
+        self._after: list[tuple[int, int]] = []
+
+    def end(self, gradients: Gradients) -> None:
+        """backward() has run."""
+        self._after = _states(gradients)
+
+    def check_unchanged(self, gradients: Gradients) -> None:
+        """Raise InputError if a gradient is another one than backward() has left."""
+        if self._after and self._after != _states(gradients):
+            expected = "attach(clip_norm=), which clips the mean of a round, or a hook of the parameter"
+            raise InputError("worker", "step", "gradients changed since worker.backward(loss)", expected)
 
     def begin(self, gradients: Gradients) -> None:
         """A batch goes to the script."""
-        self._before = [(id(g), g._version) if g is not None else (0, 0) for g in gradients]
+        self._before, self._after = _states(gradients), []
 
     def check(self, gradients: Gradients) -> None:
         """Raise InputError if every gradient is absent or as it was."""
@@ -42,6 +54,40 @@ class BackwardCheck:
                 return
         found = "no gradient since the last batch"
         raise InputError("worker", "step", found, "loss.backward() before each step()")
+
+
+def _states(gradients: Gradients) -> list[tuple[int, int]]:
+    return [(id(g), g._version) if g is not None else (0, 0) for g in gradients]
+
+
+class ScriptChanges:
+    """Changes that the training script makes to a model in the store, which would be lost in silence: of
+    parameters' values, of their memory, of whether they train.
+
+    It tells by torch's versions, which a change through `.data` does not have.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """parameters: those in the store, by name."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._before: list[tuple[int, int]] = []
+
+    def note(self) -> None:
+        """The script's code follows."""
+        self._before = [(p._version, p.data_ptr()) for p in self._parameters]
+
+    def check(self) -> None:
+        """Raise InputError if the script has changed a parameter since `note`, or frozen one."""
+        for name, p, before in zip(self._names, self._parameters, self._before, strict=False):
+            if not p.requires_grad:
+                expected = "requires_grad as at attach(): the store steps it all the same; lr 0 holds a group"
+                raise InputError("worker", name, "a parameter that was frozen after attach()", expected)
+            if (p._version, p.data_ptr()) != before:
+                expected = (
+                    "parameters as the store has them: load a state before attach(), and evaluate other "
+                    "values in a copy of the model"
+                )
+                raise InputError("worker", name, "a parameter that the script has changed", expected)
 
 
 class DivergenceCheck:

@@ -4,7 +4,7 @@
     worker.attach(model, optimizer)
     for inputs, targets in worker.batches(dataset):
         loss = loss_function(model(inputs), targets)  # the mean over the batch
-        loss.backward()
+        worker.backward(loss)
         worker.step(loss)
 
 The store takes the optimizer's step; the torch optimizer only says which and with what constants.
@@ -38,6 +38,7 @@ from pyps.store.store import Store
 from pyps.worker.agreement import check_agreed
 from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
 from pyps.worker.attached import Attached, attached
+from pyps.worker.averages import plain_name
 from pyps.worker.binding import Binding
 from pyps.worker.checks import DivergenceCheck, shorten_tracebacks
 from pyps.worker.epochs import Epochs, OnEpoch
@@ -225,6 +226,7 @@ class Worker:
         if is_local or not schedule:
             warn_of_other_constants(store.name, store.status().version, hyper_of(attachment), store.hyper())
         self._begin(self._attached.binding)
+        self._attached.changes.note()
 
     def _begin(self, binding: Binding) -> None:
         """The model goes on from the store's parameters, and records begin."""
@@ -285,6 +287,7 @@ class Worker:
         InputError without step() for the last batch, and for a dataset unreadable or unlike other ranks'.
         """
         attached, settings = self._require(), self.settings
+        attached.changes.check()
         ranks = self.store.layout.ranks
         source = make_source(dataset, collate_fn, settings.seed, self.rank, ranks, sharded=sharded)
         if settings.dataset_size and source.length not in (0, settings.dataset_size):
@@ -312,6 +315,7 @@ class Worker:
                     if self._step is step and step.micro:
                         found = "no step() since the last batch"
                         raise InputError("worker", "batches", found, "step() after each batch")
+                    attached.changes.check()
         self.refresh()
         if epochs is not None:
             epochs.end(source.length)
@@ -323,6 +327,7 @@ class Worker:
         if (local := self._require().local) is not None:
             local.give_up()
         step = transport.begin()
+        self._require().changes.note()
         self._notice.leave_if_asked()
         self._notice.busy = step is not None
         return step
@@ -347,9 +352,23 @@ class Worker:
         """
         return self._step is not None and self._step.left > 0 and not self.settings.local_steps
 
+    def backward(self, loss: torch.Tensor, n: float | None = None, **options: Any) -> None:
+        """Run loss.backward(), and note what the gradient weighs: what the loss was divided by.
+
+        So the mean of a round, and of micro-batches, is the gradient of the same loss on all of their
+        samples: also of a mean over targets, by class weights, or over what a mask leaves. A loss whose
+        graph cannot say it (compiled, a sum, a model's own operation) needs `n`: how many items it is a mean
+        over; 0: the gradient counts for nothing. options: of torch's backward. Raises InputError for terms
+        with divisors for which no single weight is right.
+        """
+        step, attached = self._step, self._require()
+        if step is None or not step.micro:
+            raise InputError("worker", "backward", "no batch", "a batch of batches() first")
+        attached.weights.backward(step, attached.binding, loss, n, options)
+
     def step(self, loss: Any = None, scaler: Any = None) -> PushResult | None:
-        """Push the gradient, the mean over the claimed samples. Returns None if it was skipped or dropped,
-        or while micro-batches of it are still to come.
+        """Push the gradient. Returns None if it was skipped or dropped, or while micro-batches of it are
+        still to come. After a plain loss.backward() it counts as the mean over the claimed samples.
 
         loss: a number or a scalar tensor; only recorded. scaler: a torch.amp.GradScaler; gradients are
         unscaled, and the step is skipped if they are not finite. Call scaler.update() afterwards. A worker
@@ -360,8 +379,10 @@ class Worker:
         step, attached = self._step, self._require()
         if step is None or not step.micro:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
+        attached.changes.check()
         attached.binding.check_kept()
         attached.binding.check_backward()
+        loss = attached.weights.end(step, attached.binding, loss, scaler)
         step.done += step.micro
         if attached.local is not None:
             attached.local.step(scaler)
@@ -382,29 +403,40 @@ class Worker:
                 step.micro = 0
                 if attached.local is None:
                     attached.binding.keep()
+                attached.changes.note()
                 return None
             step.finite = self._collect(step, attached, scaler)
             step.left = 0
             if isinstance(following, Abort):
                 self.aborted += not following.fenced
                 self._step = None
+                attached.changes.note()
                 self._report(step, Outcome(spans=[("push", ready, time.monotonic())]))
                 return None
         self._step = None
         # Without a schedule, the script's own is as old as the script.
         position = self.position.global_batches if attached.schedule else self._begun
-        return attached.transport.send(step, attached.request(step, position))
+        result = attached.transport.send(step, attached.request(step, position))
+        attached.changes.note()
+        return result
 
     def refresh(self) -> int:
         """Pull one single version into the model, as for an evaluation, after any transfer under way; the
         version. Local steps taken since the last push are put on it when the next batch begins.
         """
-        return self._require().refresh(self._step)
+        attached = self._require()
+        attached.changes.check()
+        version = attached.refresh(self._step)
+        attached.changes.note()
+        return version
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state after `refresh`, copied: parameters and averaged buffers of one version."""
+        """The model's state after `refresh`, copied: parameters and averaged buffers of one version, by the
+        names that they have without torch.compile.
+        """
         self.refresh()
-        return {name: value.detach().clone() for name, value in self._require().model.state_dict().items()}
+        state = self._require().model.state_dict()
+        return {plain_name(name): value.detach().clone() for name, value in state.items()}
 
     def close(self) -> None:
         """Leave the run. Samples claimed but not pushed go back to be assigned again. Idempotent.
@@ -439,24 +471,18 @@ class Worker:
     def _begin_micro_batch(self, step: Step) -> None:
         """The next micro-batch of at most the planned size.
 
-        Each backward adds the mean over its micro-batch, so what is there is first brought to the new one's
-        weight: after the last, of m samples, the sum times m / b is the mean over all b samples. Local steps
-        leave nothing to add to.
+        Each backward adds the mean over its micro-batch (see Weights). Local steps leave nothing to add to.
         """
         attached = self._require()
         binding = attached.binding
-        before, step.micro = step.micro_before, self._at_once(step.left)
+        step.micro = self._at_once(step.left)
         binding.buffers.begin_micro_batch()
         step.left -= step.micro
         if attached.local is not None:
             attached.local.come_back()
-        else:
-            if before and before != step.micro:
-                binding.scale_grads(before / step.micro)
-            if not step.left:
-                binding.last_backward(step.micro / (step.done + step.micro))
-        step.micro_before = step.micro
+        attached.weights.begin(step, binding)
         binding.begin_batch()
+        attached.changes.note()
 
     def _at_once(self, left: int) -> int:
         """Samples of the next micro-batch: as planned, and no more than memory holds now."""

@@ -56,9 +56,13 @@ class Step:
         self.loader_workers = 0
         self.late_seconds = 0.0  # that it waited for them because loading takes long
         self.micro = 0  # samples of the micro-batch under way; 0: step() has been called for it
-        self.micro_before = 0  # of the last one that began
         self.left = claim.count  # samples of later micro-batches
         self.done = 0  # samples whose gradient is there
+        self.by_loss = False  # worker.backward(loss) has been called for the micro-batch under way
+        self.now = 0.0  # what that weighs
+        self.unit = 0.0  # what a micro-batch must weigh for its gradient to be added as it is
+        self.weight = 0.0  # of the micro-batches done
+        self.loss_scale = 1.0  # by which the weights are too small
         self.finite = True
         self.looked: Ranges | None = None  # where its gradient is known to be finite
         self.loss: float | None = None
@@ -67,8 +71,8 @@ class Step:
 
     @property
     def share(self) -> float:
-        """What the accumulated gradient is to be multiplied by, to be the mean over all of its samples."""
-        return self.micro / self.done
+        """What the accumulated gradient is to be multiplied by, to be the mean over all of its items."""
+        return self.unit / self.weight if self.weight else 1.0
 
     def computed(self, until: float) -> None:
         """A micro-batch was computed, from `began` on."""

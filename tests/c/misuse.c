@@ -189,7 +189,7 @@ static void other_sizes(pyps_store *s) {
     pyps_push_result result;
     float value = 1, code;
     pyps_ticket as = {.scale = 1};
-    pyps_push_args push = {.size = sizeof push, .hyper = &(pyps_hyper){.lr = 1}, .as = &as};
+    pyps_push_args push = {.size = sizeof push, .hyper = &(pyps_hyper){.lr = 1}, .decided = &as};
     pyps_config config = {.size = sizeof config, .ranks = 1, .batches = batches};
     REFUSED(pyps_create("other", &(pyps_config){.ranks = 1}, &made));
     REFUSED(pyps_restore("other", &config, &(pyps_state){.ranks = 1}, &made));

@@ -153,13 +153,7 @@ def test_looking_is_no_event(pair: tuple[Store, Store]) -> None:
     assert pair[0].status() == before
 
 
-def test_a_policy_that_only_trainers_in_c_write(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYPS_CONSGD; one that only its creator knows is "custom"."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ASP, "number", 7)
-        store = Store.create("former", {"w": np.zeros(10)}, batches=[4], policy=ASP())
-    with store:
-        assert top("former")["policy"] == "consgd"
+def test_a_policy_that_only_its_creator_knows_is_custom() -> None:
     assert [policy_name(number) for number in (1, 12)] == ["asp", "custom"]
 
 

@@ -36,7 +36,6 @@ POLICIES = [
     "ssp",
     "dssp",
     "dynsgd",
-    "consgd",
     "dcasgd",
     "saps",
     "r2sp",

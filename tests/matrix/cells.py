@@ -15,7 +15,7 @@ from pyps.store.policies import Policy, policy_named, register_policy
 
 CUSTOM = "halving.Halving:bound=1"
 POLICIES = (
-    "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=1", "dssp", "dynsgd", "consgd", "dcasgd:lambda=10",
+    "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=1", "dssp", "dynsgd", "dcasgd:lambda=10",
     "saps", "saps:threshold=fixed,bound=1,late=drop", "saps:abort=true", "r2sp", "quorum:k=1",
     "r2sp:slack=0,patience=1000000", "hps", CUSTOM,
 )  # fmt: skip

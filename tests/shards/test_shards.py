@@ -68,7 +68,7 @@ PYPS = str(Path(sys.executable).parent / "pyps")
         (2, "asp", "adamw", "f32", "f32"),
         (3, "dynsgd", "momentum", "int8", "f32"),
         (2, "ssp:bound=3", "adagrad", "bf16", "f32"),
-        (3, "consgd", "sgd", "int4", "f32"),
+        (3, "asp", "sgd", "int4", "f32"),
         (2, "r2sp", "adam", "f32", "f32"),
     ],
 )

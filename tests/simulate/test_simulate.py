@@ -45,9 +45,7 @@ def test_bsp_takes_as_long_as_the_slowest() -> None:
     assert result.idle_share == pytest.approx(1 - sum(SECONDS) / (4 * SLOWEST), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "policy", ["asp", "dynsgd", "consgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"]
-)
+@pytest.mark.parametrize("policy", ["asp", "dynsgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"])
 def test_policies_without_waits_train_at_the_sum_of_speeds(policy: str) -> None:
     result = simulate(PLAIN, policy, iterations=200)
     speed = sum(b / s for b, s in zip(BATCHES, SECONDS, strict=True))

@@ -148,7 +148,7 @@ def test_the_scale_of_a_push_counts_and_the_policys_does_not() -> None:
     hyper = Hyper(lr=1.0, clip_norm=3.0)
     gradient = some(1)
     with (
-        Store.create("clip", some(0), batches=[1, 1], policy="consgd", chunk_params=CHUNK) as store,
+        Store.create("clip", some(0), batches=[1, 1], policy="asp", chunk_params=CHUNK) as store,
         Store.open("clip") as other,
     ):
         store.join()

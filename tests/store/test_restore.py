@@ -39,7 +39,6 @@ POLICIES = (
     "ssp:bound=2",
     "dssp:bound=1,extra=2",
     "dynsgd",
-    "consgd",
     "dcasgd",
     "saps:threshold=fixed,bound=2",
     "r2sp:slack=0,patience=1000000",

@@ -10,16 +10,14 @@ import pytest
 import torch
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
-from pyps.errors import InputError, InvalidArgument, PushRejected
+from pyps.errors import InvalidArgument, PushRejected
 from pyps.formats.records import read_run
 from pyps.native.decisions import Advice
 from pyps.native.values import Hyper, PushResult
 from pyps.store import Store
-from pyps.store.policies import ASP, DCASGD, R2SP, Policy, SaPS, Softsync, policy_named
+from pyps.store.policies import DCASGD, R2SP, Policy, SaPS, Softsync
 from pyps.store.staging import StagingBuffer
-from pyps.worker.agreement import check_agreed
 from pyps.worker.loop import Worker, join
-from pyps.worker.settings import Settings
 
 LR = 0.5
 
@@ -40,19 +38,6 @@ def test_every_policy_trains_through_workers(shm: Path, name: str) -> None:
     assert float(loss_of(models[0], X, Y).detach()) < before
     for worker in workers:
         worker.close()
-
-
-def test_a_store_of_consgd_is_one_of_asp(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer in C may have made it, by the other name."""
-    with monkeypatch.context() as patch:
-        patch.setattr(ASP, "number", 7)
-        store = Store.create("former", {"w": np.zeros(8)}, batches=[4], policy=ASP())
-    with store:
-        for text in ("asp", "consgd"):
-            check_agreed(store, Settings("former", 0, policy_named(text), launched=True))
-        for text, expected in (("bsp", "asp"), ("asp:lookahead=false", "asp with plain_pulls 0")):
-            with pytest.raises(InputError, match=f"found {text}; expected {expected}, as in the store"):
-                check_agreed(store, Settings("former", 0, policy_named(text), launched=True))
 
 
 def alone_with_turns(shm: Path, policy: str) -> bytes:
