@@ -1,4 +1,4 @@
-"""What the ranks of check_gradient's tests do."""
+"""Define what the ranks of check_gradient's tests do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the rebalancing tests do: train, each at its emulated speed, while the split follows.
+"""Define what the ranks of the rebalancing tests do: train, each at its emulated speed, while the split follows.
 
 The Rebalancer gets the emulated seconds in the place of a clock's: no decision depends on what the cores do.
 """
@@ -128,7 +128,7 @@ def balanced(
 def timed(
     group: dist.ProcessGroup, slow_seconds: float, steps: int, normed: bool, meets: bool = False
 ) -> list[float]:
-    """What the timer gives for each step; rank 0 is slow before its last gradient. normed: the others wait
+    """Return the timer's time of each step; rank 0 is slow before its last gradient. normed: the others wait
     for it within their passes, too. meets: and in a sum after the step, for which rank 0 is late.
     """
     norm = UnevenSyncBatchNorm.convert(nn.BatchNorm1d(4), group) if normed else nn.Identity()
@@ -167,7 +167,7 @@ class SlowData(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def timed_loading(group: dist.ProcessGroup, seconds: float, workers: int, every: int) -> list[float]:
-    """What the timer gives for each step; rank 0's data is slow. Ranks meet in DDP's broadcast of buffers,
+    """Return the timer's time of each step; rank 0's data is slow. Ranks meet in DDP's broadcast of buffers,
     and in the sum of a logged loss after every so many steps.
     """
     rank = dist.get_rank(group)
@@ -256,7 +256,7 @@ def balanced_gan(group: dist.ProcessGroup, speeds: list[float], steps: int, of: 
 
 
 def store_is_gone(group: dist.ProcessGroup) -> list[str]:
-    """What a step says whose decision cannot be read, and the next step."""
+    """Return what a step says whose decision cannot be read, and the next step."""
 
     def gone(*_: Any) -> Any:
         raise dist.DistNetworkError("Connection reset by peer")
@@ -282,7 +282,7 @@ def store_is_gone(group: dist.ProcessGroup) -> list[str]:
 
 
 def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
-    """What GlobalMean warns of, for a model with BatchNorm."""
+    """Return what GlobalMean warns of, for a model with BatchNorm."""
     model: nn.Module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(DEVICE)
     if converts:
         model = UnevenSyncBatchNorm.convert(model, group)
@@ -293,7 +293,7 @@ def warned(group: dist.ProcessGroup, converts: bool) -> list[str]:
 
 
 def unlike_profile(group: dist.ProcessGroup, more: int | None) -> list[str]:
-    """What a Rebalancer warns of, whose profile is of a model with so many more parameters; None: unknown."""
+    """Return the warnings of a Rebalancer whose profile has so many more parameters; None: unknown."""
     model = net()
     own = sum(parameter.numel() for parameter in model.parameters())
     known = ModelInfo(name="other", parameters=None if more is None else own + more)
@@ -325,7 +325,7 @@ def forgets(group: dist.ProcessGroup, weighs: bool, split: list[int]) -> list[st
 
 
 def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list[int | None]) -> Any:
-    """What agreed_split gives, or says."""
+    """Return what agreed_split gives, or says."""
     rank = dist.get_rank(group)
     try:
         return agreed_split(total, profiles[rank], max_batch=caps[rank], group=group)

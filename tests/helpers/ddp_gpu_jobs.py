@@ -1,4 +1,4 @@
-"""What the ranks of the DDP tests do on a GPU."""
+"""Define what the ranks of the DDP tests do on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nccl() -> dist.ProcessGroup:
 
 
 def gradient_errors(group: dist.ProcessGroup, batches: list[int], dtype: str) -> list[float]:
-    """By round, how far the gradient is from that of one process on this GPU; batches change places."""
+    """Return by round how far the gradient is from that of one process on this GPU; batches change places."""
     kind = getattr(torch, dtype)
     ddp, alone = on_gpu(group, kind), net().to(GPU, kind)
     mean, errors = GlobalMean(ddp), []
@@ -51,7 +51,7 @@ def gradient_errors(group: dist.ProcessGroup, batches: list[int], dtype: str) ->
 
 
 def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
-    """How far the parameters with wire int8, which one rank does not use, are from those with fp32."""
+    """Return how far the parameters with wire int8, which one rank does not use, are from those with fp32."""
     alone = nccl()
     models = []
     for wire in ("same", "int8"):
@@ -78,7 +78,7 @@ def all_on_nccl(group: dist.ProcessGroup, folder: Path) -> float:
 
 
 def waits(group: dist.ProcessGroup, wire: Any) -> str:
-    """What waited for the device in the later steps; "" if nothing did."""
+    """Return what waited for the device in the later steps; "" if nothing did."""
     alone = nccl()
     ddp = on_gpu(alone)
     sampler = UnevenBatchSampler(10_000, [8], 0)
@@ -102,7 +102,7 @@ def waits(group: dist.ProcessGroup, wire: Any) -> str:
 
 
 def on_the_device(group: dist.ProcessGroup, batches: list[int]) -> list[float]:
-    """How far gradients are from one process's; divisors lie on the GPU, and the first rank has no target."""
+    """Return the gradients' errors; divisors lie on the GPU, and the first rank has no target."""
     ddp, alone = on_gpu(group, torch.float64), net().to(GPU, torch.float64)
     mean, errors = GlobalMean(ddp), []
     for number in range(3):
@@ -145,7 +145,7 @@ def timed(group: dist.ProcessGroup) -> tuple[list[float], float, list[int]]:
 
 
 def scaled(group: dist.ProcessGroup, wire: Any) -> tuple[list[bool], float, float]:
-    """Which steps were taken, the scale in the end, and how far the parameters are from fp32's."""
+    """Return which steps were taken, the scale in the end, and how far the parameters are from fp32's."""
     batches = [12, 4]
     ddp, alone = on_gpu(group), net().to(GPU)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -173,7 +173,7 @@ def scaled(group: dist.ProcessGroup, wire: Any) -> tuple[list[bool], float, floa
 
 
 def dropout_goes_on(group: dist.ProcessGroup, folder: Path) -> bool:
-    """Whether the draws after loading are those after saving, also without torch.cuda.set_device()."""
+    """Return whether the draws after loading are those after saving, also without torch.cuda.set_device()."""
     ddp = on_gpu(group)
     torch.manual_seed(dist.get_rank(group))
     torch.rand(3, device=GPU)

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of FSDP2's checkpoints do: each function runs on all ranks of a group."""
+"""Define what the ranks of the tests of FSDP2's checkpoints do: each function runs on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
 
 
 def from_ddp(group: dist.ProcessGroup, folder: Path, split: list[int]) -> bool:
-    """Whether a sharded model and its optimizer go on from a DDP run's checkpoint, and DDP from theirs."""
+    """Return whether a sharded model goes on from a DDP run's checkpoint, and DDP from its own."""
     whole = net(torch.float64)
     runs = [
         DistributedDataParallel(copy.deepcopy(whole), process_group=group),

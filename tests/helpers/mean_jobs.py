@@ -1,4 +1,4 @@
-"""What ranks do in the tests of GlobalMean: each function runs on all ranks of a group.
+"""Define what ranks do in the tests of GlobalMean: each function runs on all ranks of a group.
 
 An uneven round on the ranks is compared with one process that has all of its samples, in float64.
 """
@@ -176,7 +176,7 @@ def apart(alone: nn.Module, model: nn.Module, scale: float = 1.0) -> float:
 
 
 def losses(group: dist.ProcessGroup, names: list[str], wrapper: str = "ddp") -> dict[str, float]:
-    """How far each loss's gradient is from one process's; and the loss itself, where it is known."""
+    """Return how far each loss's gradient is from one process's; and the loss itself, where it is known."""
     found = {}
     for name in names:
         loss = {**LOSSES, **SUMS}[name]
@@ -322,7 +322,7 @@ def scaled(group: dist.ProcessGroup, unlike: bool) -> Any:
 
 
 def unlike(group: dist.ProcessGroup, what: str) -> str:
-    """What all ranks hear where one does something else."""
+    """Return what all ranks hear where one does something else."""
     odd, rows = group.rank() == 0, own_rows(group)
     model = WRAPPERS["ddp"](Net(), group)
     if what == "wire=":
@@ -349,7 +349,7 @@ def unlike(group: dist.ProcessGroup, what: str) -> str:
 
 
 def misuse(group: dist.ProcessGroup, what: str) -> str:
-    """What all ranks hear of what cannot be weighed."""
+    """Return what all ranks hear of what cannot be weighed."""
     rows, net = own_rows(group), Net()
     if what == "unfrozen":
         net.a.requires_grad_(False)

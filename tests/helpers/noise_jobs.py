@@ -1,4 +1,4 @@
-"""What the ranks of GradientNoise's tests do: random batches at fixed parameters."""
+"""Define what the ranks of GradientNoise's tests do: random batches at fixed parameters."""
 
 from __future__ import annotations
 

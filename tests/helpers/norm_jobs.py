@@ -1,4 +1,4 @@
-"""What the ranks of UnevenSyncBatchNorm's tests do: train, beside one process with all samples."""
+"""Define what the ranks of UnevenSyncBatchNorm's tests do: train, beside one process with all samples."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def micro_batched(group: Group, parts: list[list[int]]) -> float:
 
 
 def converted_too_late(group: Group) -> str:
-    """What convert() says after a step, of layers that have trained by each rank's own statistics."""
+    """Return what convert() says after a step, of layers that have trained by each rank's own statistics."""
     ddp = DistributedDataParallel(normed(), process_group=group)
     mean = GlobalMean(ddp)
     mean.backward(square(ddp, *numbers(0, 4, torch.float64)))

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of a run's position: each function runs on all ranks of a group."""
+"""Define what ranks do in the tests of a run's position: each function runs on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def readers(group: dist.ProcessGroup, workers: int) -> dict[str, Any]:
 
 
 def odd(group: dist.ProcessGroup, what: str, folder: str) -> str:
-    """What all ranks hear where the first one does something alone."""
+    """Return what all ranks hear where the first one does something alone."""
     run = Run(group, 0)
     batches = iter(run.loader)
     first = group.rank() == 0

@@ -1,4 +1,4 @@
-"""What ranks of a mesh of 2 data-parallel by 2 tensor-parallel ones do in the tests."""
+"""Define what ranks of a mesh of 2 data-parallel by 2 tensor-parallel ones do in the tests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def parts_of(alone: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[int]) -> list[float]:
-    """By round, how far the gradient is from one process's; and the check's own error, in the end."""
+    """Return by round how far the gradient is from one process's; and the check's own error, in the end."""
     mesh = mesh_of(group)
     alone = Blocks().double()
     model = divided(copy.deepcopy(alone), mesh, kind)
@@ -97,7 +97,7 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
 
 
 def causes(group: dist.ProcessGroup, kind: str) -> tuple[str, float]:
-    """What check_gradient says without weights."""
+    """Return what check_gradient says without weights."""
     mesh = mesh_of(group)
     model = divided(Blocks().double(), mesh, kind)
     count = (9, 3)[mesh.get_local_rank("dp")]

@@ -362,7 +362,7 @@ class Weighted(Trained):
 
 
 class Small(Trained):
-    """What fits is less than the first batch."""
+    """Return what fits is less than the first batch."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self.state.global_step == 1 and self.args.world_size * len(inputs["input_ids"]) > 10:

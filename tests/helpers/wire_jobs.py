@@ -1,4 +1,4 @@
-"""What the ranks of the wire's tests do: plain DDP of equal weights, in another type."""
+"""Define what the ranks of the wire's tests do: plain DDP of equal weights, in another type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = dist.ProcessGroup
 
 
 def half_errors(group: Group, wire: Any, options: dict[str, Any]) -> list[float]:
-    """How far gradients sent in halves are from DDP's own, by step."""
+    """Return how far gradients sent in halves are from DDP's own, by step."""
     ranks = dist.get_world_size(group)
     plain = DistributedDataParallel(net(), process_group=group)
     ddp = DistributedDataParallel(net(), process_group=group, **options)
@@ -85,7 +85,7 @@ def one_bad_value(group: Group, bits: int) -> tuple[int, bool, bool]:
 
 
 def kept_after_a_bad_step(group: Group) -> bool:
-    """Whether a step with an infinite loss on one rank leaves the kept errors as they were."""
+    """Return whether a step with an infinite loss on one rank leaves the kept errors as they were."""
     ddp = DistributedDataParallel(net(), process_group=group)
     hook = install_wire(ddp, "int8")
     inputs, targets = numbers(dist.get_rank(group), 5)

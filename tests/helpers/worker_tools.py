@@ -62,7 +62,7 @@ def backward(loss: torch.Tensor) -> None:
 def train(
     worker: Worker, model: nn.Module, after: Callable[[], Any] = lambda: None, spoil: int | None = None
 ) -> int:
-    """How many steps there were. spoil: the step whose gradient has a value that is not finite."""
+    """Return how many steps there were. spoil: the step whose gradient has a value that is not finite."""
     steps = 0
     for x, y in worker.batches((X, Y)):
         loss = loss_of(model, x, y)

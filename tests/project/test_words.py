@@ -23,8 +23,8 @@ MOST = {
     "pyps/simulate": 16,
     "pyps/step": 15,
     "pyps/store": 30,
-    "pyps/torch": 90,
-    "pyps/worker": 69,
+    "pyps/torch": 43,
+    "pyps/worker": 62,
     "solver": 62,
     "tests/c": 1,
     "tests/cli": 3,
@@ -40,7 +40,7 @@ MOST = {
     "tests/shards": 1,
     "tests/solver": 4,
     "tests/store": 16,
-    "tests/torch": 14,
+    "tests/torch": 8,
     "tests/worker": 13,
 }
 
