@@ -1,4 +1,4 @@
-"""Define what the ranks of the rebalancing tests do: train, each at its emulated speed, while the split follows.
+"""Define the jobs of the rebalancing tests: train, each at its emulated speed, while the split follows.
 
 The Rebalancer gets the emulated seconds in the place of a clock's: no decision depends on what the cores do.
 """

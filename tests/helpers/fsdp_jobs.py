@@ -1,4 +1,4 @@
-"""Define what the ranks of the tests of FSDP2's checkpoints do: each function runs on all ranks of a group."""
+"""Define the jobs of the tests of FSDP2 checkpoints: each function runs on all ranks of a group."""
 
 from __future__ import annotations
 
