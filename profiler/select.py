@@ -52,6 +52,7 @@ STAIRS_POINTS, STAIRS_FROM = 6, 3  # points, and stairs among them
 MOST_STAIRS = 256  # more are no different from a line
 WITHIN_STAIRS = 2  # points past the first stair that are no corner: without them a knee has the same points
 STAIRS_GAIN = 0.5  # stairs must reduce the loss at batches left out to this share
+OPTIMIZER_SHARE = 0.95  # of the shortest step: parts are timed apart, and may not fit together
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 WITHIN = 0.95  # one side of 90 %
 # Of errors at batches left out, those between the points, whose gaps are half as wide; and how much an error
@@ -83,12 +84,30 @@ def select_fit(points: Sequence[Point]) -> Fit:
     if blended:
         fit = _blended(fitted, followed)
     band = _band(fit, fitted, followed if blended else alone, points)
-    return msgspec.structs.replace(fit, doubling_error=fitted.walk.doubling_error, band=band)
+    return msgspec.structs.replace(
+        fit,
+        doubling_error=fitted.walk.doubling_error,
+        band=band,
+        optimizer_seconds=optimizer_seconds(points),
+    )
+
+
+def optimizer_seconds(points: Sequence[Point]) -> float | None:
+    """The seconds of an optimizer's step, whatever the batch; None if no point tells a step's parts."""
+    found = [(p.parts.optimizer, float(np.median(point_seconds(p)))) for p in points if p.parts is not None]
+    if not found:
+        return None
+    return min(float(np.median([own for own, _ in found])), OPTIMIZER_SHARE * min(s for _, s in found))
 
 
 def fit_of(profile: Profile) -> Fit:
     """The profile's fit, or else the fit of its points. Raises InputError if these cannot be fitted."""
-    return profile.fit or select_fit(profile.points)
+    fit = profile.fit
+    if fit is None:
+        return select_fit(profile.points)
+    if fit.optimizer_seconds is not None:
+        return fit
+    return msgspec.structs.replace(fit, optimizer_seconds=optimizer_seconds(profile.points))
 
 
 def check_whole(where: str, profile: Profile) -> None:

@@ -42,8 +42,8 @@ from pyps.profiler.select import fitted_profile
 from pyps.solver.auto_batch import BatchPoint, best_global_batch, front_over_batches
 from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
 from pyps.solver.costs import Floats
-from pyps.solver.job import limits_of_set
-from pyps.solver.milp.pareto import COARSE, ParetoPoint, pareto_front, unbeaten
+from pyps.solver.jobs.job import limits_of_set
+from pyps.solver.jobs.pareto import COARSE, ParetoPoint, pareto_front, unbeaten
 from pyps.solver.plan import each_rank, plan_ranks
 from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs, planned_ranks
@@ -114,6 +114,10 @@ BudgetPrice = Annotated[
     float | None,
     typer.Option(metavar="PRICE", help="Use the workers that train the target soonest at that price."),
 ]
+Confidence = Annotated[
+    float | None,
+    typer.Option(metavar="P", help="Keep the deadline with this probability, as 0.95, despite preemptions."),
+]
 Explained = Annotated[
     bool,
     typer.Option(
@@ -143,6 +147,7 @@ def plan_command(
     target: TargetSamples = None,
     deadline: DeadlineHours = None,
     budget: BudgetPrice = None,
+    confidence: Confidence = None,
     explain: Explained = False,
     timeline: TimelineFile = None,
     ring: RingFile = None,
@@ -173,7 +178,7 @@ def plan_command(
     profiles = fitted_profiles(read)
     with names_file(cluster):
         ranks = planned_ranks(read, profiles)
-        read = _bounded(cluster, read, target, deadline, budget)
+        read = _bounded(cluster, read, target, deadline, budget, confidence)
         read = _with_options(read, ranks, cluster, global_batch, quantile)
         ranks = planned_ranks(read, profiles)
     with working("solving"):
@@ -221,7 +226,7 @@ def what_if(
 ) -> None:
     """Compare time, price and utilisation before and after a change: of the workers, or of any key."""
     from pyps.cli.plan_view import show_change
-    from pyps.solver.report.whatif import changed, summary_of, verdict, with_values
+    from pyps.solver.jobs.whatif import changed, summary_of, verdict, with_values
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
@@ -412,13 +417,21 @@ def _with_options(
 
 
 def _bounded(
-    path: Path, read: Cluster, target: float | None, deadline: float | None, budget: float | None
+    path: Path,
+    read: Cluster,
+    target: float | None,
+    deadline: float | None,
+    budget: float | None,
+    confidence: float | None,
 ) -> Cluster:
     """The cluster with what the command line says of the whole job."""
     given = {"target": target, "deadline_hours": deadline, "budget": budget}
     for option, value in zip(("--target", "--deadline", "--budget"), given.values(), strict=True):
         if value is not None and not 0 < value <= MOST_SAMPLES:
             raise InputError(option, "", f"{value:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
+    if confidence is not None and not 0 < confidence < 1:
+        raise InputError("--confidence", "", f"{confidence:g}", "a number between 0 and 1, as 0.95")
+    given["confidence"] = confidence
     job = msgspec.structs.replace(read.job, **{k: v for k, v in given.items() if v is not None})
     bounded = msgspec.structs.replace(read, job=job)
     check_cluster(str(path), bounded)
@@ -446,7 +459,7 @@ def _checked(planned: _Planned) -> str:
         hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
         problem, coarse = replace(problem, limits=(*problem.limits, hourly)), COARSE
     if planned.cluster.job.is_bounded:  # no set of workers that costs and is preempted as little is faster
-        limits = (*problem.limits, *limits_of_set(planned.ranks, plan))
+        limits = (*problem.limits, *limits_of_set(planned.cluster, planned.ranks, plan))
         problem, coarse = replace(problem, limits=limits), COARSE
     if not problem.minimises_iteration:
         found = solve_within_limits(planned.cluster, planned.ranks, problem)

@@ -25,7 +25,7 @@ from pyps.formats import (
     write_json,
 )
 from pyps.solver.constrained import ConstrainedSolution
-from pyps.solver.job import best_for_job
+from pyps.solver.jobs.job import best_for_job
 
 CLUSTER = """
 [job]

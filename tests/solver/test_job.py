@@ -14,7 +14,7 @@ from planning_tools import profile
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Profile, check_cluster
 from pyps.formats.cluster import Spot
-from pyps.solver.job import lost_to_preemptions
+from pyps.solver.jobs.spot import lost_to_preemptions
 from pyps.solver.plan import make_plan
 
 TARGET = 1e6

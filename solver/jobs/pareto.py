@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import Infeasible
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, observed
 from pyps.solver.costs import Floats
+from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
+from pyps.solver.goal import Goal
 from pyps.solver.milp.constrained import (
     constrained_milp,
     solution_of,
@@ -71,6 +73,9 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
 
     Raises Infeasible if there is no solution, PypsError if HiGHS stops without a proof.
     """
+    if constrained.may_meet:
+        yield from _followed_front(constrained, price)
+        return
     solution: ConstrainedSolution | None = solve_constrained(constrained)
     steps, count = _Steps(), 0
     before: ParetoPoint | None = None
@@ -88,6 +93,30 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
         solution = _fastest(constrained, price, point, steps)
     if before is not None:
         yield before
+
+
+def _followed_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[ParetoPoint]:
+    """The front by transfers followed over shared links, fastest first."""
+    scale = ROUNDING / max(float(price.sum()), 1e-300)  # of equally fast ones the cheapest
+    goal, limited = Goal((price,), lambda seconds, hourly: seconds * (1 + scale * hourly)), constrained
+    while True:
+        try:
+            least = solve_constrained(alone(limited))
+            starts = [least.batches, solve_constrained(replace(limited, trips=())).batches]
+        except Infeasible:
+            if limited is constrained:
+                raise
+            return
+        bound = least.iteration_seconds if constrained.minimises_iteration else 0.0
+        found = best_followed(limited, goal, starts, bound, plain=False)
+        if found is None:
+            return
+        point = _point(observed(constrained, found.batches), price)
+        yield point
+        below = point.price_per_hour * (1 - CHEAPER)
+        if below <= 0:
+            return
+        limited = replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, below)))
 
 
 def unbeaten(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
