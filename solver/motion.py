@@ -252,4 +252,4 @@ def iteration_in_motion(
     for batch, one in zip(batches, motion.workers, strict=True):
         times = [time for time in one.times if begin <= time <= end]
         rate += batch * (len(times) - 1) / (times[-1] - times[0])
-    return sum(batches) / rate
+    return float(sum(batches) / rate)

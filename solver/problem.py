@@ -54,7 +54,7 @@ def solve_within_limits(
     cluster, ranks: what is planned. constrained: their problem. name_least: a refusal names the least price
     of samples, which takes longer. Raises Infeasible.
     """
-    if constrained.may_meet:
+    if constrained.may_meet and (constrained.minimises_iteration or cluster.run.local_steps is None):
         return _fastest_followed(cluster, ranks, constrained)
     budget, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
     if budget is None or price is None:

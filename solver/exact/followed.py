@@ -27,7 +27,8 @@ from pyps.solver.goal import Goal
 from pyps.solver.motion import MEASURED
 
 MOST_NODES = 200_000  # parts of splits: about a second
-MOST_ROUNDS, MOST_FOLLOWED = 20_000, 400  # splits: of rounds, which take 0.1 ms each, and of others
+MOST_ROUNDS, MOST_FOLLOWED = 60_000, 1_200  # splits, by workers: of rounds, which take 0.05 ms, and others
+LEAST_FOLLOWED = 24
 MOST_SLOTS = 96  # workers on a link
 HALVINGS = 44
 LEAST_STEP = 1e-13  # relative
@@ -104,10 +105,10 @@ def _by_slots(constrained: ConstrainedProblem) -> Ints | None:
     links: dict[int, list[int]] = {}
     for k, trip in enumerate(trips):
         links.setdefault(trip.link, []).append(k)
-    sizes = {
-        link: {(trips[k].up_seconds, trips[k].down_seconds) for k in mine} for link, mine in links.items()
-    }
-    late = {link: {trips[k].latency_seconds for k in mine} for link, mine in links.items()}
+    alike = [
+        {(trips[k].up_seconds, trips[k].down_seconds, trips[k].latency_seconds) for k in mine}
+        for mine in links.values()
+    ]
     hosts = any(one.samples_per_second is not None for one in constrained.resources)
     multiple = int(problem.batch_multiple[0])
     simple = (problem.batch_multiple == multiple).all() and (problem.min_batch <= multiple).all()
@@ -118,7 +119,7 @@ def _by_slots(constrained: ConstrainedProblem) -> Ints | None:
         or hosts
         or constrained.sync.kind != "none"
         or any(trip.depth > 1 for trip in trips)
-        or any(len(found) > 1 for found in (*sizes.values(), *late.values()))
+        or any(len(found) > 1 for found in alike)
         or max(map(len, links.values())) > MOST_SLOTS
         or not simple
         or problem.required.any()
@@ -206,7 +207,7 @@ class _Search:
         self.value = math.inf
         self.whole, self.nodes = True, 0
         rounds = self.kind == "round" and all(trip.depth == 1 for trip in constrained.trips)
-        self.follows = MOST_ROUNDS if rounds else MOST_FOLLOWED
+        self.follows = max(LEAST_FOLLOWED, (MOST_ROUNDS if rounds else MOST_FOLLOWED) // self.count)
         self.known: set[tuple[int, ...]] = set()
 
     def try_(self, batches: Ints) -> bool:

@@ -172,7 +172,7 @@ class _Search:
             return False
         price, most = self.spend
         hourly = sum(price[kind[0]] * low for kind, low in zip(self.kinds, box.low, strict=True))
-        return hourly * 1e6 / 3600 > most * rate * WITHIN
+        return bool(hourly * 1e6 / 3600 > most * rate * WITHIN)
 
     def _broken(self, found: Throughput) -> Iterator[Floats | Ints]:
         """The needs of all workers in a limit that a split breaks, or the workers of a set it divides."""

@@ -93,7 +93,7 @@ def _paid(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Floats | None:
     price = needs(ranks, PRICE)
     if price is None:
         return None
-    return price * np.array([one.availability for one in _presences(cluster, ranks)])
+    return np.asarray(price * np.array([one.availability for one in _presences(cluster, ranks)]))
 
 
 def best_for_job(

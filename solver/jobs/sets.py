@@ -129,10 +129,9 @@ class _Sets:
                 found &= rows @ limit.need[self.heads] <= limit.at_most * WITHIN
         for group in self.constrained.together:
             mine = np.flatnonzero(np.isin(self.heads, group))
-            found &= (rows[:, mine] == 0).all(1) | (rows[:, mine] == [len(self.kinds[k]) for k in mine]).all(
-                1
-            )
-        return found
+            whole = np.array([len(self.kinds[k]) for k in mine])
+            found &= (rows[:, mine] == 0).all(1) | (rows[:, mine] == whole).all(1)
+        return np.asarray(found)
 
     def seconds(self, rows: Ints) -> Floats:
         """The least seconds of an iteration of each set; infinite where it is too small."""

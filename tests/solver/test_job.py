@@ -115,7 +115,7 @@ def test_where_neither_bound_can_be_kept_both_changes_are_said() -> None:
 def test_what_preemptions_cost() -> None:
     """Against the formula of Daly for intervals all around the best one."""
     spot = Spot(checkpoint_seconds=40.0, restart_seconds=300.0)
-    assert lost_to_preemptions(0.0, spot) == (1.0, None)
+    assert lost_to_preemptions(0.0, spot) == (1.0, math.inf)
     for per_hour in (0.01, 0.5, 6.0):
         lost, every = lost_to_preemptions(per_hour, spot)
         assert every is not None
