@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,7 @@ class Found:
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
     unproven: int = 0
+    helped: int = 0
 
 
 def device(luck: Luck, most: int) -> Profile:
@@ -270,13 +272,82 @@ def tried(case: Callable[[Luck], tuple[Cluster, list[Profile]]], seed: int, foun
     found.unproven += plan.lower_bound_seconds < plan.iteration_seconds / CLOSE
 
 
+def refused_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
+    """A cluster of tight bounds: limits, ties, alternatives of the same devices, required workers, jobs."""
+    if luck.random() < 0.25:
+        return job_case(luck)
+    groups = [group(luck, k, int(luck.integers(1, 3)), 0.3) for k in range(int(luck.integers(2, 4)))]
+    for one in groups:
+        if luck.random() < 0.4:
+            one["max_accumulation"] = int(luck.integers(1, 3))
+    tables: dict[str, Any] = {"worker": groups, "job": {"global_batch": int(luck.integers(4, 60))}}
+    tables["run"] = {"policy": str(luck.choice(["bsp", "asp"]))}
+    tables["limits"] = {key: value * 0.6 for key, value in limits(luck, groups, 0.6).items()}
+    if luck.random() < 0.4:
+        tables["shared"] = [{"name": "box", "devices": int(luck.integers(1, 4))}]
+        for one in groups[:2]:
+            one |= {"shares": ["box"], "devices": int(luck.integers(1, 3))}
+    return msgspec.convert(tables, Cluster), [device(luck, int(luck.integers(3, 12))) for _ in groups]
+
+
+def changed(cluster: Cluster, way: str) -> list[Cluster]:
+    """The clusters with what a refusal proposes; one for each of several batches."""
+    plain = msgspec.to_builtins(cluster)
+    if found := re.fullmatch(r"raise (\w+)\.(.+?) from \S+ to (\S+)", way):
+        table_, key, value = found.groups()
+        if table_ == "shared":
+            name, _, key = key.rpartition(".")
+            next(one for one in plain["shared"] if one["name"] == name)[key] = int(float(value))
+        else:
+            plain[table_][key] = float(value)
+    elif found := re.fullmatch(r"raise max_accumulation of '(.+)' to (\d+)", way):
+        next(one for one in plain["worker"] if one["name"] == found[1])["max_accumulation"] = int(found[2])
+    elif found := re.fullmatch(r"do not require '(.+)'", way):
+        next(one for one in plain["worker"] if one["name"] == found[1])["required"] = False
+    elif found := re.fullmatch(r"allow every worker max_accumulation = (\d+)", way):
+        for one in plain["worker"]:
+            one["max_accumulation"] = max(one["max_accumulation"], int(found[1]))
+    elif way.startswith("set job."):
+        for key, value in re.findall(r"job\.(\w+) to (\S+)", way):
+            plain["job"][key] = float(value)
+    elif batches := re.findall(r"\d+", way):
+        return [
+            msgspec.structs.replace(cluster, job=msgspec.structs.replace(cluster.job, global_batch=int(b)))
+            for b in batches
+        ]
+    return [msgspec.convert(plain, Cluster)]
+
+
+def remedies(seed: int, found: Found) -> None:
+    """Make each change that a refusal proposes, and plan again."""
+    cluster, profiles = refused_case(np.random.default_rng(seed))
+    pace = policy_named(cluster.run.policy or "bsp").pace
+    found.tried += 1
+    try:
+        make_plan(cluster, profiles, pace)
+    except Infeasible as refusal:
+        found.refused += 1
+        ways = re.split(r",? or (?=raise|set|do not|allow)", refusal.nearest) if refusal.nearest else []
+        for way in ways:
+            for other in changed(cluster, way):
+                try:
+                    make_plan(other, profiles, pace)
+                    found.helped += 1
+                except Infeasible as error:
+                    found.wrong.append(f"{seed}: {refusal} : {way} : {error}")
+
+
 FAMILIES = {"shared": shared_case, "asp": asp_case, "accumulation": accumulation_case, "jobs": job_case}
+NAMES = (*FAMILIES, "remedies")
 
 
 def run_family(name: str, first: int, count: int) -> Found:
     found = Found()
     for seed in range(first, first + count):
-        tried(FAMILIES[name], seed, found)
+        if name == "remedies":
+            remedies(seed, found)
+        else:
+            tried(FAMILIES[name], seed, found)
     return found
 
 
@@ -284,20 +355,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", choices=FAMILIES)
+    parser.add_argument("--family", choices=NAMES)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args(arguments)
     rows, wrong = [], 0
-    for name in [options.family] if options.family else FAMILIES:
+    for name in [options.family] if options.family else NAMES:
         began = time.process_time()
         found = run_family(name, options.first, options.count)
         wrong += len(found.wrong)
         seconds = f"{time.process_time() - began:.0f}"
-        rows.append([name, str(found.tried), str(found.refused), str(len(found.wrong)), seconds])
+        figures = found.tried, found.refused, found.unproven, found.helped, len(found.wrong)
+        rows.append([name, *map(str, figures), seconds])
         for line in found.wrong:
             print(f"{name} {line}", file=sys.stderr)
-    print(table([["family", "clusters", "refused", "wrong", "CPU seconds"], *rows]))
+    print(table([["family", "clusters", "refused", "gap left", "remedies", "wrong", "CPU seconds"], *rows]))
     return min(wrong, 1)
 
 

@@ -1,10 +1,10 @@
 """How long plans of many unlike machines take, and how near the best they are proven to be.
 
-    python benchmarks/large_jobs.py
+python benchmarks/large_jobs.py
 
-    jobs    12 kinds of 2 and 64 machines, 3 kinds of 64, of which half may be taken away, with a deadline, a
-            budget, or both
-    limits  4,096 machines of 8 kinds with a price limit, with a limit that nothing keeps, and without one
+jobs    12 kinds of 2 and 64 machines, 3 kinds of 64, of which half may be taken away, with a deadline, a
+        budget, or both
+limits  4,096 machines of 8 kinds with a price limit, with a limit that nothing keeps, and without one
 """
 
 from __future__ import annotations

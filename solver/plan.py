@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -103,8 +103,53 @@ def make_plan(
     """
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
-    ranks = at_quantile(cluster, planned_ranks(cluster, profiles, multiples), pace or ROUND)
-    return each_rank(plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND)), ranks)
+    found = planned(cluster, profiles, pace or ROUND, multiples)
+    return each_rank(found.plan, found.ranks)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the ranks and the problem that it was made of; a node is one worker there."""
+
+    ranks: list[PlannedRank]
+    problem: ConstrainedProblem
+    plan: Plan
+
+
+def planned(
+    cluster: Cluster, profiles: Sequence[Profile], pace: Pace, multiples: Sequence[int] | None = None
+) -> Planned:
+    """`make_plan` with what the plan is made of."""
+    ranks = planned_ranks(cluster, profiles, multiples)
+    try:
+        ranks = at_quantile(cluster, ranks, pace)
+        problem = planning_problem(cluster, ranks, pace)
+    except Infeasible as error:
+        raise Infeasible(error.reason, error.nearest or _without_required(cluster, ranks, pace)) from None
+    return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
+
+
+def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace) -> str:
+    """The changes of the required groups with which there is a split, each tried."""
+    ways = []
+    for name, rank in {rank.group.name: rank for rank in ranks if rank.group.required}.items():
+        at_once = max(1, max_batch_of(rank.group, rank.profile))
+        parts = -(-(rank.group.min_batch or 1) // at_once)
+        changes: list[tuple[str, dict[str, Any]]] = [(f"do not require {name!r}", {"required": False})]
+        if rank.group.max_accumulation < parts <= MAX_REPEATS:
+            raised = f"raise max_accumulation of {name!r} to {parts}"
+            changes.insert(0, (raised, {"max_accumulation": parts}))
+        for way, change in changes:
+            trial = [
+                replace(one, group=msgspec.structs.replace(one.group, **change))
+                if one.group.name == name
+                else one
+                for one in ranks
+            ]
+            with contextlib.suppress(Infeasible):
+                solve_within_limits(cluster, trial, planning_problem(cluster, trial, pace))
+                ways.append(way)
+    return " or ".join(ways)
 
 
 def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:

@@ -294,15 +294,8 @@ def _check_required(ranks: Sequence[PlannedRank]) -> None:
         if group.required and most // multiple * multiple < least:
             raise Infeasible(
                 f"worker[{k}] {group.name!r} is required, but its batch must be at least {least} "
-                f"and at most {most} in steps of {multiple}",
-                _way_out(least, group, at_once),
+                f"and at most {most} in steps of {multiple}"
             )
-
-
-def _way_out(least: int, group: WorkerGroup, at_once: int) -> str:
-    if at_once:
-        return f"raise max_accumulation to {-(-least // at_once)}, lower min_batch, or do not require it"
-    return f"free memory for {least} samples, or do not require {group.name!r}"
 
 
 def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[WorkerMode]) -> Sync:

@@ -24,6 +24,7 @@ from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Lim
 from pyps.solver.costs import Floats
 from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
+from pyps.solver.exact.remedies import DIGITS, rounded_up, with_remedies
 from pyps.solver.goal import Goal
 from pyps.solver.milp.constrained import (
     constrained_milp,
@@ -137,6 +138,23 @@ def within_budget(
 
     Raises Infeasible with the least budget for which there is a solution, if name_least; that takes a front.
     """
+    try:
+        return _within(constrained, price, budget, name_least)
+    except Infeasible as error:
+        if not name_least or "compute a million samples" in error.reason:
+            raise
+
+        def fits(changed: ConstrainedProblem) -> bool:
+            with contextlib.suppress(Infeasible):
+                return bool(_within(changed, price, budget, name_least=False).batches.any())
+            return False
+
+        raise with_remedies(constrained, error.reason, fits) from None
+
+
+def _within(
+    constrained: ConstrainedProblem, price: Floats, budget: float, name_least: bool
+) -> ConstrainedSolution:
     if constrained.minimises_iteration and handles(constrained):
         with contextlib.suppress(TooManyKinds):
             at_most = budget * 3600 * constrained.problem.global_batch / 1e6  # price an hour times seconds
@@ -145,10 +163,12 @@ def within_budget(
                 return found
             if not name_least:
                 raise Infeasible(f"no workers compute a million samples for {budget:g}")
-    return _first_within(constrained, price, budget)
+    return _first_within(constrained, price, budget, name_least)
 
 
-def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
+def _first_within(
+    constrained: ConstrainedProblem, price: Floats, budget: float, name_least: bool
+) -> ConstrainedSolution:
     """The first point of the front within the budget: a faster solution within it would make an earlier
     point, no worse in time and price and so in their product, lie within the budget too.
     """
@@ -157,16 +177,13 @@ def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float)
         if point.price_per_million_samples <= budget:
             return point.solution
         cheapest = min(cheapest, point.price_per_million_samples)
-    raise Infeasible(
-        f"no workers compute a million samples for {budget:g}",
-        f"raise limits.price_per_million_samples from {budget:g} to {_up(cheapest):g}",
-    )
-
-
-def _up(value: float) -> float:
-    """Six digits, rounded up, so that the printed budget suffices."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
-    return math.ceil(value / unit) * unit
+    if not name_least:
+        raise Infeasible(f"no workers compute a million samples for {budget:g}")
+    least, way = rounded_up(cheapest, DIGITS), ""
+    with contextlib.suppress(Infeasible):
+        _within(constrained, price, least, name_least=False)
+        way = f"raise limits.price_per_million_samples from {budget:g} to {least:.{DIGITS}g}"
+    raise Infeasible(f"no workers compute a million samples for {budget:g}", way)
 
 
 def _point(solution: ConstrainedSolution, price: Floats) -> ParetoPoint:
