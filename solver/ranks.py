@@ -115,6 +115,7 @@ def planned_ranks(
     each_group = zip(cluster.worker, profiles, strict=True)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in each_group]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
+    _check_least(cluster, of_ranks)
     if cluster.job.unit == "tokens":  # micro-batches have whole samples, too
         tokens = [units_each(cluster, profile) for _, profile in of_ranks]
         at_once = [most // each * each for most, each in zip(at_once, tokens, strict=True)]
@@ -163,6 +164,19 @@ def _steps_once(cluster: Cluster, profile: Profile) -> Profile:
     if cluster.run.local_steps is not None:
         fit = msgspec.structs.replace(fit, optimizer_seconds=None)
     return msgspec.structs.replace(profile, fit=fit)
+
+
+def _check_least(cluster: Cluster, groups: Sequence[tuple[WorkerGroup, Profile]]) -> None:
+    """Raise InputError for a group whose min_batch is above what its profile allows: it would be left out."""
+    for k, (group, profile) in enumerate(groups):
+        parts = max(group.max_accumulation, cluster.run.accumulation or 1)
+        most = None if profile.max_batch is None else profile.max_batch * parts
+        if group.min_batch is None or most is None or group.required or cluster.run.local_steps:
+            continue  # a required one is refused, with a remedy
+        if group.min_batch > most:
+            expected = f"at most {most}, as {group.profile} has max_batch = {profile.max_batch}"
+            field = f"worker[{k}].min_batch, of {group.name!r}"
+            raise InputError(CLUSTER_FILE, field, str(group.min_batch), expected)
 
 
 def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:

@@ -307,6 +307,10 @@ def check_cluster(where: str, cluster: Cluster) -> None:
         raise InputError(
             where, f"worker[{k}].count", f"{workers:,} workers in all", f"at most {MOST_WORKERS:,}"
         )
+    named = {name for group in groups for name in group.shares}
+    if lost := [k for k, resource in enumerate(cluster.shared) if resource.name not in named]:
+        found = f"{cluster.shared[lost[0]].name!r}, which no worker shares"
+        raise InputError(where, f"shared[{lost[0]}].name", found, "a name in the shares of a [[worker]]")
     before = set[str]()
     for k, group in enumerate(groups):
         if group.name in before:
