@@ -362,7 +362,7 @@ def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
             "[limits]\nprice_per_hour = 1.5\n[[worker]]",
             "raise limits.price_per_hour from 1.5 to 3",
         ),
-        ("max_batch = 256", "required = true\nmin_batch = 400", "raise max_accumulation of 'slow' to 2"),
+        ("max_batch = 256", "required = true\nmin_batch = 300", "raise max_accumulation of 'slow' to 2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_smallest_change(
