@@ -77,6 +77,12 @@ lint: .venv/dev types
 types: .venv/dev
 	.venv/bin/mypy -p pyps
 
+# Plans against every split of small clusters, against runs on spot machines, and of many unlike machines.
+brute-force: .venv/bench
+	$(PY) benchmarks/brute_force.py --count $(or $(COUNT),5000)
+	$(PY) benchmarks/spot.py
+	$(PY) benchmarks/large_jobs.py
+
 bench: .venv/bench
 	$(PY) benchmarks/core.py --save
 	$(PY) benchmarks/threads.py --save

@@ -43,7 +43,7 @@ from pyps.solver.constrained import (
 )
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.exact.throughput import Throughput, most_throughput, rates_of
-from pyps.solver.jobs.job import best_for_job, job_estimate
+from pyps.solver.jobs.job import assumptions, best_for_job, job_estimate
 from pyps.solver.jobs.pareto import PRICE, price_per_million
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
@@ -166,6 +166,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     constrained = planning_problem(cluster, ranks, pace, modes)
     valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
     plan = plan_of(cluster, ranks, constrained, valued, modes)
+    notes = notes + assumptions(cluster, ranks, plan)
     plan = msgspec.structs.replace(plan, warnings=plan.warnings + notes)
     return plan if cluster.job.quantile is None else with_noise(cluster, ranks, plan, pace, modes)
 

@@ -171,8 +171,8 @@ def print_plan(path: Path) -> None:
     """Print the plan of a cluster file as `pyps-plan FILE` does."""
     read = read_cluster(path)
     with names_file(path):
-        ranks = planned_ranks(read, fitted_profiles(read))
-    _print(_planned(path, read, ranks), explain=False, as_json=False)
+        planner = Planner(read, fitted_profiles(read), pace_of(path, read))
+        _print(planner, explain=False, as_json=False)
 
 
 @app.command("what-if")

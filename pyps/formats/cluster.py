@@ -133,7 +133,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     of batch_multiple. A batch may be computed in up to max_accumulation micro-batches, each within max_batch.
     price_per_hour, watts and preemptions_per_hour (while it is there) are those of one device. availability:
     the share of time in which it is there; downtime_seconds: for which it is away on average, with which the
-    preemptions follow; trace: a file that tells both, with the columns start, seconds and available.
+    preemptions follow; trace: a CSV file that tells both, with the columns seconds and available.
     free_bytes, measured now, replaces the profile's memory budget. `shares` names [[shared]] tables. Groups
     with the same `together` are used all or not at all.
 

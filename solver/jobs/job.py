@@ -27,6 +27,7 @@ from pyps.solver.jobs.pareto import PRICE
 from pyps.solver.jobs.sets import BestSet, best_set
 from pyps.solver.jobs.spot import HOUR, Delays, Presence, lost_to_preemptions, presence_of
 from pyps.solver.ranks import PlannedRank, needs
+from pyps.solver.report.warnings import few_of
 from pyps.solver.systems.goodput import efficiency_of
 
 RATE, AWAY = "preemptions_per_hour", "away"
@@ -151,6 +152,20 @@ def _value_of(cluster: Cluster) -> Callable[..., Any]:
         return np.where(kept, price if job.deadline_hours is not None else took, math.inf)
 
     return value
+
+
+def assumptions(cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan) -> list[str]:
+    """What a job's time relies on, where no trace of the machines tells it."""
+    used = {rank.group.name: rank for rank, one in zip(ranks, plan.workers, strict=True) if one.batch}
+    absent = [
+        name
+        for name, rank in used.items()
+        if rank.group.trace is None and presence_of(rank.group, cluster.spot).preemptions_per_hour
+    ]
+    if cluster.job.target is None or not absent:
+        return []
+    taken = "times between preemptions are taken as exponential and independent"
+    return [f"{few_of(absent)}: {taken}; those of real machines vary more, and a trace tells them"]
 
 
 def limits_of_set(cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan) -> list[Limit]:

@@ -33,7 +33,7 @@ HOUR = 3600.0
 MOST_LOST = 700.0  # log of how much longer a job may take
 LEAST_RATE, MOST_RATE = 1e-6, 1e3  # an hour, of a trace
 BISECTIONS = 60
-COLUMNS = "start", "seconds", "available"
+COLUMNS = "seconds", "available"
 
 
 def lost_to_preemptions(per_hour: Any, spot: Spot) -> tuple[Any, Any]:
@@ -119,8 +119,8 @@ def presence_of(group: WorkerGroup, spot: Spot) -> Presence:
 
 @lru_cache(maxsize=64)
 def traced(path: str, spot: Spot) -> Presence:
-    """The presence of a machine by its trace: a CSV file with the columns start, seconds and available (0: it
-    was away). Raises InputError.
+    """The presence of a machine by its trace: a CSV file with the columns seconds and available, of one run
+    after another (0: it was away). Raises InputError.
     """
     there, away = runs_of(path)
     if not len(there):
@@ -151,7 +151,7 @@ def runs_of(path: str) -> tuple[Any, Any]:
             lines = (line for line in file if not line.startswith("#"))
             for row in csv.DictReader(lines):
                 try:
-                    _, seconds, here = (float(row[name]) for name in COLUMNS)
+                    seconds, here = (float(row[name]) for name in COLUMNS)
                 except (KeyError, TypeError, ValueError):
                     raise InputError(path, "", str(row), f"the columns {', '.join(COLUMNS)}") from None
                 if runs and (runs[-1][1] > 0) == (here > 0):
