@@ -48,7 +48,7 @@ Value = Callable[[Ints, ConstrainedSolution], float]
 
 @dataclass
 class Found:
-    """What was tried of a family, and what was wrong."""
+    """The clusters of a family that were tried, and what was wrong."""
 
     tried: int = 0
     refused: int = 0

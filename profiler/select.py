@@ -311,7 +311,7 @@ def _band(
 
 
 def on_one_grid(batches: Sequence[int]) -> bool:
-    """Whether measured sizes are so many powers of two alone that steps between them are not seen."""
+    """Return whether sizes are so many powers of two alone that steps between them are not seen."""
     return len(batches) >= GRID_SIZES and all(batch & (batch - 1) == 0 for batch in batches)
 
 

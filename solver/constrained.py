@@ -103,7 +103,7 @@ class ConstrainedProblem:
 
     @property
     def may_meet(self) -> bool:
-        """Whether transfers may meet on a shared link: an iteration is then known by following them alone."""
+        """Return whether transfers may meet on a shared link: an iteration is then known by following."""
         links = [trip.link for trip in self.trips]
         return len(set(links)) < len(links) and self.pace.kind != "turns" and not self.pace.spare
 
@@ -178,7 +178,7 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
 
 
 def allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:
-    """Whether these batches keep the limits, and use all or none of each set that is tied together."""
+    """Return whether these batches keep the limits, and use all or none of each set that is tied together."""
     used = batches > 0
     whole = all(used[group].all() or not used[group].any() for group in constrained.together)
     return whole and all(x.need[used].sum() <= x.at_most * WITHIN for x in constrained.limits)

@@ -1,4 +1,4 @@
-"""What a search for workers and batches minimises."""
+"""Says what a search for workers and batches minimises."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ class _Search:
             self._down(place + 1, left - batch, [*batches, batch], max(longest, own), more)
 
     def _may_win(self, place: int, left: int, batches: list[int], longest: float, rate: float) -> bool:
-        """Whether a split that begins with these batches may be better than the best."""
+        """Return whether a split that begins with these batches may be better than the best."""
         used = [self.order[j] for j, batch in enumerate(batches) if batch]
         for limit in self.lower.limits:
             if limit.need[used].sum() > limit.at_most * WITHIN:

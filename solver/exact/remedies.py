@@ -19,7 +19,7 @@ Fits = Callable[[ConstrainedProblem], bool]
 
 
 def has_split(constrained: ConstrainedProblem) -> bool:
-    """Whether a split keeps the limits and the ties; False where the search has no end."""
+    """Return whether a split keeps the limits and the ties; False where the search has no end."""
     with contextlib.suppress(Infeasible, TooManyKinds):
         return fastest(replace(constrained, resources=(), trips=())) is not None
     return False

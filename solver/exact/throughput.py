@@ -167,7 +167,7 @@ class _Search:
         return replace(found, batches=batches)
 
     def _costs(self, box: _Counts, rate: float) -> bool:
-        """Whether the least workers of a box cost too much for so many samples a second."""
+        """Return whether the least workers of a box cost too much for so many samples a second."""
         if self.spend is None:
             return False
         price, most = self.spend

@@ -49,7 +49,7 @@ class JobEstimate:
 def job_estimate(
     cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution, samples: float
 ) -> JobEstimate:
-    """What `samples` take with a solution; with [goodput], those of batches of base_batch."""
+    """Estimate what `samples` take with a solution; with [goodput], those of batches of base_batch."""
     used, job = solution.batches > 0, cluster.job
     rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
     work = solution.iteration_seconds * samples / _useful_each(cluster, samples, solution)
@@ -68,7 +68,7 @@ def job_estimate(
 
 
 def _useful_each(cluster: Cluster, samples: float, solution: ConstrainedSolution) -> float:
-    """What an iteration counts of a job's target."""
+    """Return what an iteration counts of a job's target."""
     if cluster.goodput is None:
         return float(solution.batches.sum())
     a_step = 1 / (cluster.run.local_steps or 1)
@@ -155,7 +155,7 @@ def _value_of(cluster: Cluster) -> Callable[..., Any]:
 
 
 def assumptions(cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan) -> list[str]:
-    """What a job's time relies on, where no trace of the machines tells it."""
+    """Say what a job's time relies on, where no trace of the machines tells it."""
     used = {rank.group.name: rank for rank, one in zip(ranks, plan.workers, strict=True) if one.batch}
     absent = [
         name

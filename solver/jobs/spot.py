@@ -1,4 +1,4 @@
-"""What preemptions, checkpoints and absent machines add to a job's time, and how sure its end is.
+"""Says what preemptions, checkpoints and absent machines add to a job's time, and how sure its end is.
 
 A preemption stops the job: it waits until the machine is back and `restart_seconds` more, and goes on from
 its last checkpoint; each checkpoint takes `checkpoint_seconds`. With the best interval between checkpoints
@@ -106,7 +106,7 @@ class Presence:
 
 
 def presence_of(group: WorkerGroup, spot: Spot) -> Presence:
-    """What the cluster file, or a trace that it names, says of a group's machines. Raises InputError."""
+    """Return what the cluster file, or a trace that it names, says of a group. Raises InputError."""
     if group.trace is not None:
         return traced(group.trace, spot)
     if group.availability is None:

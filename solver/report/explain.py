@@ -164,7 +164,7 @@ def _time_sentence(plan: Plan) -> str:
 
 
 def _bound_sentence(plan: Plan, searched: bool) -> str:
-    """What is proven of other splits. searched: the bound is a search's, of whole samples."""
+    """Say what is proven of other splits. searched: the bound is a search's, of whole samples."""
     if not plan.lower_bound_seconds:
         return f"Workers do not wait for the slowest, so a split with longer steps may pass more {plan.unit}."
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
