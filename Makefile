@@ -8,9 +8,9 @@
 #   make test-NAME those of one directory of tests/, as `make test-solver`
 #   make test-gpu  the tests of workers, DDP and the profiler, on a CUDA device
 #   make lint      formatting, style and types
-#   make bench     the benchmarks, each with its rival in the same run; tables go to bench-out/
-#   make bench-gpu, bench-local, bench-internet, bench-peers  on a GPU; of local steps; a thousand workers; other systems
-#   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: hours
+#   make brute-force  plans of 5,000 small clusters a family against every split (COUNT=5000); spot machines; 12 kinds
+#   make bench     the benchmarks, each with its rival in the same run
+#   make papers    what the four systems promise, measured against tuned rivals, into docs/results: hours
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: half an hour;
@@ -37,7 +37,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: demo test test-all test-thorough test-fast test-gpu lint types bench bench-gpu bench-local bench-internet bench-peers papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
+.PHONY: brute-force demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -75,6 +75,12 @@ lint: .venv/dev types
 
 types: .venv/dev
 	.venv/bin/mypy -p pyps
+
+# Plans against every split of small clusters, against runs on spot machines, and of many unlike machines.
+brute-force: .venv/bench
+	$(PY) benchmarks/brute_force.py --count $(or $(COUNT),5000)
+	$(PY) benchmarks/spot.py
+	$(PY) benchmarks/large_jobs.py
 
 bench: .venv/bench
 	$(PY) benchmarks/core.py --save

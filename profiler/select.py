@@ -14,6 +14,7 @@ left out much better.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -52,6 +53,10 @@ STAIRS_POINTS, STAIRS_FROM = 6, 3  # points, and stairs among them
 MOST_STAIRS = 256  # more are no different from a line
 WITHIN_STAIRS = 2  # points past the first stair that are no corner: without them a knee has the same points
 STAIRS_GAIN = 0.5  # stairs must reduce the loss at batches left out to this share
+OPTIMIZER_SHARE = 0.95  # of the shortest step: parts are timed apart, and may not fit together
+# Where all sizes are powers of two: of a step that may lie between two of them, the parts that the band takes
+# in above and below the curve.
+GRID_SIZES, GRID_KNOTS, LATE_STEP, EARLY_STEP = 4, 4, 0.5, 0.25
 LEAST_NOISE = 0.003  # relative: repeats of a batch say nothing of what differs from batch to batch
 WITHIN = 0.95  # one side of 90 %
 # Of errors at batches left out, those between the points, whose gaps are half as wide; and how much an error
@@ -83,12 +88,30 @@ def select_fit(points: Sequence[Point]) -> Fit:
     if blended:
         fit = _blended(fitted, followed)
     band = _band(fit, fitted, followed if blended else alone, points)
-    return msgspec.structs.replace(fit, doubling_error=fitted.walk.doubling_error, band=band)
+    return msgspec.structs.replace(
+        fit,
+        doubling_error=fitted.walk.doubling_error,
+        band=band,
+        optimizer_seconds=optimizer_seconds(points),
+    )
+
+
+def optimizer_seconds(points: Sequence[Point]) -> float | None:
+    """The seconds of an optimizer's step, whatever the batch; None if no point tells a step's parts."""
+    found = [(p.parts.optimizer, float(np.median(point_seconds(p)))) for p in points if p.parts is not None]
+    if not found:
+        return None
+    return min(float(np.median([own for own, _ in found])), OPTIMIZER_SHARE * min(s for _, s in found))
 
 
 def fit_of(profile: Profile) -> Fit:
     """The profile's fit, or else the fit of its points. Raises InputError if these cannot be fitted."""
-    return profile.fit or select_fit(profile.points)
+    fit = profile.fit
+    if fit is None:
+        return select_fit(profile.points)
+    if fit.optimizer_seconds is not None:
+        return fit
+    return msgspec.structs.replace(fit, optimizer_seconds=optimizer_seconds(profile.points))
 
 
 def check_whole(where: str, profile: Profile) -> None:
@@ -284,7 +307,33 @@ def _band(
         off = math.exp(max(most * _error_near(batch, at, squares), _error_near(batch, fitted.batches, left)))
         seconds = predict_seconds(fit, batch)
         found.append((batch, seconds / off, seconds * off))
-    return found
+    return _off_grid(found, fit, points) if on_one_grid([p.batch for p in points]) else found
+
+
+def on_one_grid(batches: Sequence[int]) -> bool:
+    """Return whether sizes are so many powers of two alone that steps between them are not seen."""
+    return len(batches) >= GRID_SIZES and all(batch & (batch - 1) == 0 for batch in batches)
+
+
+def _off_grid(
+    band: list[tuple[int, float, float]], fit: Fit, points: Sequence[Point]
+) -> list[tuple[int, float, float]]:
+    """The band with sizes between those of a grid, where work that comes in steps takes up to as long as at
+    the next size, or as little as at the one before.
+    """
+    at, low, high = (np.array(column, float) for column in zip(*band, strict=True))
+    found = {int(b): (lo, hi) for b, lo, hi in band}
+    sizes = sorted({point.batch for point in points})
+    for first, last in itertools.pairwise(sizes):
+        before, after = predict_seconds(fit, first), predict_seconds(fit, last)
+        for batch in (
+            np.unique(np.geomspace(first + 1, last - 1, GRID_KNOTS).round()) if last > first + 1 else ()
+        ):
+            seconds = predict_seconds(fit, int(batch))
+            lowest, highest = (float(np.interp(batch, at, side)) for side in (low, high))
+            lowest = min(lowest, seconds - EARLY_STEP * (seconds - before))
+            found[int(batch)] = lowest, max(highest, seconds + LATE_STEP * (after - seconds))
+    return [(batch, *found[batch]) for batch in sorted(found)]
 
 
 def _error_near(batch: int, at: Vector, squares: Vector) -> float:

@@ -24,7 +24,7 @@ from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Pace
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.costs import Floats
-from pyps.solver.milp.pareto import PRICE, ParetoPoint, pareto_front
+from pyps.solver.jobs.pareto import PRICE, ParetoPoint, pareto_front
 from pyps.solver.problem import planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, needs
 from pyps.solver.systems.goodput import best_batch, efficiency_of
@@ -92,7 +92,8 @@ def _of_any_batch(
         raise InputError(CLUSTER_FILE, "goodput", "nothing", "noise_scale and base_batch, in samples")
     most = info.max_batch or MAX_BATCH
     job = msgspec.structs.replace(cluster.job, global_batch=most)
-    return planning_problem(msgspec.structs.replace(cluster, job=job), ranks, pace), most
+    # Transfers are followed for the batch that is chosen, not for all that are compared.
+    return replace(planning_problem(msgspec.structs.replace(cluster, job=job), ranks, pace), trips=()), most
 
 
 def best_global_batch(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> int:

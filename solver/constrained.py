@@ -36,6 +36,7 @@ from pyps.solver.sync import Sync
 SAME = 0.02  # relative: which of two steps this close is the later one changes from round to round
 AT_FIRST = 0.03  # relative: by so much shorter iterations at first are worth a word
 BISECTIONS = 60
+WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a sum of needs
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ class ConstrainedProblem:
         return self.pace.kind != "free" and not self.pace.spare
 
     @property
+    def may_meet(self) -> bool:
+        """Return whether transfers may meet on a shared link: an iteration is then known by following."""
+        links = [trip.link for trip in self.trips]
+        return len(set(links)) < len(links) and self.pace.kind != "turns" and not self.pace.spare
+
+    @property
     def may_not_bind(self) -> bool:
         """Whether the only side constraints are links that may have time for all transfers."""
         links = all(one.overlaps and one.samples_per_second is None for one in self.resources)
@@ -131,6 +138,7 @@ class ConstrainedSolution:
     a worker that waits for no other. longest_seconds: the objective: the longest step, or a link's transfers
     or a host's preparation if these take longer, plus sync_seconds, which the synchronisation adds to it.
     iteration_seconds: of a global batch at the policy's pace. meets: by transfers followed over shared links.
+    proven_seconds: no split's iteration is known to be below; 0: nothing was proven.
     """
 
     batches: Ints
@@ -141,6 +149,7 @@ class ConstrainedSolution:
     longest_seconds: float
     iteration_seconds: float
     meets: bool = False
+    proven_seconds: float = 0.0
 
 
 def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
@@ -166,6 +175,13 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     exposed = constrained.sync.exposed(longest, sync)
     seconds = iteration(constrained.pace, batches, steps, longest, busy) + exposed
     return ConstrainedSolution(batches, computing, links, steps, exposed, longest + exposed, seconds)
+
+
+def allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:
+    """Return whether these batches keep the limits, and use all or none of each set that is tied together."""
+    used = batches > 0
+    whole = all(used[group].all() or not used[group].any() for group in constrained.together)
+    return whole and all(x.need[used].sum() <= x.at_most * WITHIN for x in constrained.limits)
 
 
 def observed(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
@@ -203,7 +219,7 @@ def _in_motion(
     used = np.flatnonzero(solution.batches > 0)
     trips = [constrained.trips[k] for k in used] if constrained.trips else []
     links = [trip.link for trip in trips]
-    if len(set(links)) == len(links) or kind == "turns" or constrained.pace.spare:
+    if len(set(links)) == len(links) or not constrained.may_meet:
         return None
     batches, compute = solution.batches[used].tolist(), solution.seconds[used].tolist()
     return iteration_in_motion(kind, batches, compute, trips)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from pyps.formats.mode import PaceKind
 
@@ -139,8 +139,7 @@ class _Motion:
     def _travel(self, k: int, way: int, trip: Trip) -> None:
         link = self.ways[trip.link, way]
         link.advance(self.now)
-        seconds = trip.up_seconds if way == UP else trip.down_seconds
-        heapq.heappush(link.ends, (link.counter + seconds, k))
+        heapq.heappush(link.ends, (link.counter + _seconds_on(trip, way), k))
         self._expect(trip.link, way)
 
     def _expect(self, link: int, way: int) -> None:
@@ -191,13 +190,57 @@ def _unlike(compute: Sequence[float]) -> list[float]:
     return [seconds * (1 + UNLIKE * ((GOLDEN * k + 0.5) % 1 - 0.5)) for k, seconds in enumerate(compute)]
 
 
+def round_in_motion(compute: Sequence[float], trips: Sequence[Trip]) -> float:
+    """Seconds of a round without a pipeline: all pulls begin together, and each worker computes, then pushes.
+    So every round is like the last, and one is all there is to follow.
+    """
+    landed = _divided([trip.latency_seconds for trip in trips], trips, DOWN)
+    ready = [
+        at + seconds + trip.latency_seconds for at, seconds, trip in zip(landed, compute, trips, strict=True)
+    ]
+    return max(_divided(ready, trips, UP))
+
+
+def _divided(ready: Sequence[float], trips: Sequence[Trip], way: int) -> list[float]:
+    """When each worker's message has passed its link, which messages divide evenly. ready: when it comes."""
+    ends, links = list(ready), dict[int, list[int]]()
+    for k, trip in enumerate(trips):
+        links.setdefault(trip.link, []).append(k)
+    for mine in links.values():
+        waiting = sorted(mine, key=lambda k: ready[k], reverse=True)
+        here: list[tuple[float, int]] = []  # the counter at its end, worker
+        counter = now = 0.0
+        while waiting or here:
+            passes = now + max(0.0, here[0][0] - counter) * len(here) if here else math.inf
+            if waiting and ready[waiting[-1]] < passes:
+                k = waiting.pop()
+                counter += (ready[k] - now) / len(here) if here else 0.0
+                now = ready[k]
+                heapq.heappush(here, (counter + _seconds_on(trips[k], way), k))
+            else:
+                counter, k = heapq.heappop(here)
+                ends[k] = now = passes
+    return ends
+
+
+def _seconds_on(trip: Trip, way: int) -> float:
+    return trip.up_seconds if way == UP else trip.down_seconds
+
+
 def iteration_in_motion(
     kind: PaceKind, batches: Sequence[int], compute: Sequence[float], trips: Sequence[Trip]
 ) -> float | None:
     """Seconds of an iteration, one global batch of samples, of workers in use; None: of too many workers.
 
-    kind: round, clock or free. batches, compute, trips: each worker's samples, seconds and transfers.
+    kind: round, clock or free. batches, compute, trips: each worker's samples, seconds and transfers. Their
+    order decides nothing.
     """
+    if kind == "round" and all(trip.depth == 1 for trip in trips):
+        return round_in_motion(compute, trips)
+    rows = sorted(
+        zip(compute, trips, batches, strict=True), key=lambda row: (row[0], astuple(row[1]), row[2])
+    )
+    compute, trips, batches = (list(column) for column in zip(*rows, strict=True))
     motion = _Motion(kind, compute, trips)
     motion.run()
     if len(motion.closed) <= LEAST_WARM + MEASURED:
@@ -209,4 +252,4 @@ def iteration_in_motion(
     for batch, one in zip(batches, motion.workers, strict=True):
         times = [time for time in one.times if begin <= time <= end]
         rate += batch * (len(times) - 1) / (times[-1] - times[0])
-    return sum(batches) / rate
+    return float(sum(batches) / rate)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,14 +43,19 @@ from pyps.solver.constrained import (
 )
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.exact.throughput import Throughput, most_throughput, rates_of
-from pyps.solver.job import best_for_job, job_estimate
+from pyps.solver.jobs.job import assumptions, best_for_job, job_estimate
+from pyps.solver.jobs.pareto import PRICE, price_per_million
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
 from pyps.solver.milp.constrained import solve_constrained
-from pyps.solver.milp.pareto import PRICE, price_per_million
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
-from pyps.solver.problem import at_quantile, planning_problem, solve_within_limits, with_noise
+from pyps.solver.problem import (
+    at_quantile,
+    planning_problem,
+    solve_within_limits,
+    with_noise,
+)
 from pyps.solver.ranks import (
     PlannedRank,
     cost_of,
@@ -98,8 +103,53 @@ def make_plan(
     """
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
-    ranks = at_quantile(cluster, planned_ranks(cluster, profiles, multiples), pace or ROUND)
-    return each_rank(plan_ranks(cluster, ranks, planning_problem(cluster, ranks, pace or ROUND)), ranks)
+    found = planned(cluster, profiles, pace or ROUND, multiples)
+    return each_rank(found.plan, found.ranks)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the ranks and the problem that it was made of; a node is one worker there."""
+
+    ranks: list[PlannedRank]
+    problem: ConstrainedProblem
+    plan: Plan
+
+
+def planned(
+    cluster: Cluster, profiles: Sequence[Profile], pace: Pace, multiples: Sequence[int] | None = None
+) -> Planned:
+    """`make_plan` with what the plan is made of."""
+    ranks = planned_ranks(cluster, profiles, multiples)
+    try:
+        ranks = at_quantile(cluster, ranks, pace)
+        problem = planning_problem(cluster, ranks, pace)
+    except Infeasible as error:
+        raise Infeasible(error.reason, error.nearest or _without_required(cluster, ranks, pace)) from None
+    return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
+
+
+def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace) -> str:
+    """The changes of the required groups with which there is a split, each tried."""
+    ways = []
+    for name, rank in {rank.group.name: rank for rank in ranks if rank.group.required}.items():
+        at_once = max(1, max_batch_of(rank.group, rank.profile))
+        parts = -(-(rank.group.min_batch or 1) // at_once)
+        changes: list[tuple[str, dict[str, Any]]] = [(f"do not require {name!r}", {"required": False})]
+        if rank.group.max_accumulation < parts <= MAX_REPEATS:
+            raised = f"raise max_accumulation of {name!r} to {parts}"
+            changes.insert(0, (raised, {"max_accumulation": parts}))
+        for way, change in changes:
+            trial = [
+                replace(one, group=msgspec.structs.replace(one.group, **change))
+                if one.group.name == name
+                else one
+                for one in ranks
+            ]
+            with contextlib.suppress(Infeasible):
+                solve_within_limits(cluster, trial, planning_problem(cluster, trial, pace))
+                ways.append(way)
+    return " or ".join(ways)
 
 
 def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:
@@ -108,39 +158,47 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     """
     pace = constrained.pace
     try:
-        solution = _fastest_solution(cluster, ranks, constrained)
+        solution, notes = _fastest_solution(cluster, ranks, constrained)
     except Infeasible as error:
         nearest = _with_micro_batches(cluster, ranks, pace, error.nearest)
         raise Infeasible(error.reason, nearest + cut_short(round_samples(cluster), ranks)) from None
     modes = _modes(cluster, ranks, pace, solution)
     constrained = planning_problem(cluster, ranks, pace, modes)
-    plan = plan_of(cluster, ranks, constrained, observed(constrained, solution.batches), modes)
+    valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
+    plan = plan_of(cluster, ranks, constrained, valued, modes)
+    notes = notes + assumptions(cluster, ranks, plan)
+    plan = msgspec.structs.replace(plan, warnings=plan.warnings + notes)
     return plan if cluster.job.quantile is None else with_noise(cluster, ranks, plan, pace, modes)
 
 
 def _fastest_solution(
     cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
-) -> ConstrainedSolution:
-    """The solution with the shortest longest step. Where workers do not wait for the slowest, the even split,
-    or the one for serial rounds at 32 bits, instead, if samples pass faster with it; not with local steps,
-    which learn the less the later the slowest worker's are.
+) -> tuple[ConstrainedSolution, list[str]]:
+    """The solution with the shortest longest step, and what is not proven of it.
+
+    Where workers do not wait for the slowest, the even split, or the one for serial rounds at 32 bits,
+    instead, if samples pass faster with it; not with local steps, which learn the less the later the slowest
+    worker's are.
     """
     if cluster.job.is_bounded:
-        return observed(constrained, best_for_job(cluster, ranks, constrained).batches)
+        solution, notes = best_for_job(cluster, ranks, constrained)
+        return observed(constrained, solution.batches), notes
+    if constrained.may_meet and (constrained.minimises_iteration or cluster.run.local_steps is None):
+        return solve_within_limits(cluster, ranks, constrained), []
     joint = observed(constrained, solve_within_limits(cluster, ranks, constrained).batches)
     if constrained.minimises_iteration or cluster.run.local_steps is not None:
-        return joint
+        return joint, []
     found, serial = [joint], msgspec.structs.replace(cluster, run=RunTable())
     with contextlib.suppress(Infeasible):
         batches = solve_within_limits(serial, ranks, planning_problem(serial, ranks)).batches
         found.append(observed(constrained, batches))
     if even_split(constrained)[0].feasible:
         found.append(observed(constrained, even_units(constrained)))
-    if not joint.meets and (most := _most_throughput(cluster, constrained)) is not None:
+    if not joint.meets and (most := _most_throughput(cluster, ranks, constrained)) is not None:
         found.append(observed(constrained, most.batches))
     found = [one for one in found if one is joint or _is_affordable(cluster, ranks, one)]
     best = min(found, key=lambda solution: solution.iteration_seconds)
-    return joint if joint.iteration_seconds <= best.iteration_seconds * (1 + AS_FAST) else best
+    return (joint if joint.iteration_seconds <= best.iteration_seconds * (1 + AS_FAST) else best), []
 
 
 def _is_affordable(cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution) -> bool:
@@ -151,15 +209,17 @@ def _is_affordable(cluster: Cluster, ranks: Sequence[PlannedRank], solution: Con
     return price_per_million(solution, float(price[solution.batches > 0].sum())) <= most
 
 
-def _most_throughput(cluster: Cluster, constrained: ConstrainedProblem) -> Throughput | None:
-    """The split with the most samples a second, where no worker waits, nothing but the sum of the batches
-    ties them, and they are not too many to try; else None.
+def _most_throughput(
+    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+) -> Throughput | None:
+    """The split with the most samples a second, where no worker waits and batches are not too many to try;
+    else None.
     """
-    tied = constrained.may_forbid or cluster.limits.price_per_million_samples is not None
     stated = cluster.run.local_steps is not None or cluster.job.is_bounded
-    if constrained.pace.kind != "free" or tied or stated or rates_of(constrained.problem) > MOST_RATES:
+    if constrained.pace.kind != "free" or stated or rates_of(constrained) > MOST_RATES:
         return None
-    return most_throughput(constrained.problem)
+    most, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
+    return most_throughput(constrained, None if most is None or price is None else (price, most))
 
 
 def _modes(
@@ -260,7 +320,7 @@ def plan_of(
         unit=cluster.job.unit,
         global_batch=problem.global_batch,
         iteration_seconds=seconds,
-        lower_bound_seconds=_lower_bound(cluster, constrained, solution),
+        lower_bound_seconds=_lower_bound(cluster, ranks, constrained, solution),
         even_split=even,
         speedup_over_even=even.seconds / seconds if even.seconds else None,
         workers=_with_modes(cluster, workers, modes, dict(zip(used, designs, strict=False))),
@@ -340,18 +400,25 @@ def _target(
         base_batch=goodput.base_batch if goodput else None,
         lost=found.lost,
         checkpoint_every_seconds=found.checkpoint_every_seconds,
+        deadline_chance=found.chance,
     )
 
 
-def _lower_bound(cluster: Cluster, constrained: ConstrainedProblem, solution: ConstrainedSolution) -> float:
+def _lower_bound(
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    constrained: ConstrainedProblem,
+    solution: ConstrainedSolution,
+) -> float:
     """Seconds below which no split can be; 0 where none is known."""
-    most = None if solution.meets else _most_throughput(cluster, constrained)
-    if most is not None and not most.gap:
-        seconds = constrained.problem.global_batch / most.samples_per_second
+    most = None if solution.meets else _most_throughput(cluster, ranks, constrained)
+    if most is not None:
+        seconds = constrained.problem.global_batch / (most.samples_per_second * (1 + most.gap))
         return min(seconds, solution.iteration_seconds)  # but for rounding
+    proven = min(solution.proven_seconds, solution.iteration_seconds)
     if not constrained.minimises_iteration:
-        return 0.0
-    return subset_bound(constrained.problem, constrained.sync, solution.iteration_seconds)
+        return proven
+    return max(proven, subset_bound(constrained.problem, constrained.sync, solution.iteration_seconds))
 
 
 def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> RunMode:
@@ -476,7 +543,8 @@ def _plan_worker(
     micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[k]))
     if batch and repeats > 1 and problem.costs.micro is None:
         at_once = max_batch_of(rank.group, rank.profile)
-        micro = best_size(cost_of(rank.fit), batch, at_once, repeats, unit)
+        once = rank.fit.optimizer_seconds or 0.0
+        micro = best_size(cost_of(rank.fit), once, batch, at_once, repeats, unit)
     return PlanWorker(
         rank=k,
         name=rank.name,

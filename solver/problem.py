@@ -5,19 +5,24 @@ A job that names a quantile is planned with the times of which an iteration ends
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
+from pyps.errors import Infeasible
 from pyps.formats import Cluster, NoiseForecast, Plan
 from pyps.formats.mode import ROUND, Pace, WorkerMode
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_units, observed
 from pyps.solver.costs import Floats, Ints
+from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.minmax import Problem
+from pyps.solver.exact.throughput import most_throughput
+from pyps.solver.goal import fastest_goal, within_price
+from pyps.solver.jobs.pareto import PRICE, within_budget
 from pyps.solver.milp.constrained import solve_constrained
-from pyps.solver.milp.pareto import PRICE, within_budget
 from pyps.solver.noise import Noise, forecast, iteration_quantile, levels, noise_of, too_few
 from pyps.solver.ranks import PlannedRank, constrained_problem_of, cost_of, needs
 from pyps.solver.report.warnings import Remark, in_lines
@@ -49,10 +54,39 @@ def solve_within_limits(
     cluster, ranks: what is planned. constrained: their problem. name_least: a refusal names the least price
     of samples, which takes longer. Raises Infeasible.
     """
+    if constrained.may_meet and (constrained.minimises_iteration or cluster.run.local_steps is None):
+        return _fastest_followed(cluster, ranks, constrained)
     budget, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
     if budget is None or price is None:
         return solve_constrained(constrained)
     return within_budget(constrained, price, budget, name_least)
+
+
+def _fastest_followed(
+    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+) -> ConstrainedSolution:
+    """The fastest solution within every limit, where transfers meet on shared links, and what is proven.
+
+    Raises Infeasible.
+    """
+    price, lower = needs(ranks, PRICE), alone(constrained)
+    most = cluster.limits.price_per_million_samples
+    least = solve_within_limits(cluster, ranks, lower)
+    bound = least.iteration_seconds if constrained.minimises_iteration else 0.0
+    goal = fastest_goal()
+    if most is not None and price is not None:
+        goal = within_price(price, most * 3600 * constrained.problem.global_batch / 1e6)
+    elif constrained.pace.kind == "free" and (found := most_throughput(lower)) is not None:
+        bound = constrained.problem.global_batch / (found.samples_per_second * (1 + found.gap))
+    starts = [least.batches]
+    with contextlib.suppress(Infeasible):
+        apart = replace(constrained, trips=())
+        starts.append(solve_within_limits(cluster, ranks, apart, name_least=False).batches)
+    starts.append(even_units(constrained))
+    best = best_followed(constrained, goal, starts, bound, plain=most is None)
+    if best is None:
+        raise Infeasible(f"no split of {constrained.problem.global_batch} was found within the limits")
+    return replace(observed(constrained, best.batches), proven_seconds=best.proven)
 
 
 def at_quantile(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROUND) -> list[PlannedRank]:

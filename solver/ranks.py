@@ -20,7 +20,7 @@ from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Pace, WorkerMode
 from pyps.profiler.multiples import at_multiple, kept_multiple
-from pyps.profiler.select import check_whole
+from pyps.profiler.select import check_whole, fit_of
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
@@ -109,11 +109,13 @@ def planned_ranks(
     """
     ranks = []
     multiples = multiples_of(cluster, profiles) if multiples is None else multiples
-    profiles = [at_multiple(profile, each) for profile, each in zip(profiles, multiples, strict=True)]
+    pairs = zip(profiles, multiples, strict=True)
+    profiles = [_steps_once(cluster, at_multiple(profile, each)) for profile, each in pairs]
     parts = cluster.run.accumulation or 1
-    pairs = zip(cluster.worker, profiles, strict=True)
-    of_ranks = [of_one_rank(cluster, group, profile) for group, profile in pairs]
+    each_group = zip(cluster.worker, profiles, strict=True)
+    of_ranks = [of_one_rank(cluster, group, profile) for group, profile in each_group]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
+    _check_least(cluster, of_ranks)
     if cluster.job.unit == "tokens":  # micro-batches have whole samples, too
         tokens = [units_each(cluster, profile) for _, profile in of_ranks]
         at_once = [most // each * each for most, each in zip(at_once, tokens, strict=True)]
@@ -152,6 +154,29 @@ def multiples_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[int]:
     """The multiple that each group's device shows, where its batches keep to it; else 1."""
     pairs = zip(cluster.worker, profiles, strict=True)
     return [kept_multiple(profile, sample_multiple(cluster, group, profile)) for group, profile in pairs]
+
+
+def _steps_once(cluster: Cluster, profile: Profile) -> Profile:
+    """The profile with the optimizer's time in its fit; without it where each local step takes one."""
+    if profile.fit is None:
+        return profile
+    fit = fit_of(profile)
+    if cluster.run.local_steps is not None:
+        fit = msgspec.structs.replace(fit, optimizer_seconds=None)
+    return msgspec.structs.replace(profile, fit=fit)
+
+
+def _check_least(cluster: Cluster, groups: Sequence[tuple[WorkerGroup, Profile]]) -> None:
+    """Raise InputError for a group whose min_batch is above what its profile allows: it would be left out."""
+    for k, (group, profile) in enumerate(groups):
+        parts = max(group.max_accumulation, cluster.run.accumulation or 1)
+        most = None if profile.max_batch is None else profile.max_batch * parts
+        if group.min_batch is None or most is None or group.required or cluster.run.local_steps:
+            continue  # a required one is refused, with a remedy
+        if group.min_batch > most:
+            expected = f"at most {most}, as {group.profile} has max_batch = {profile.max_batch}"
+            field = f"worker[{k}].min_batch, of {group.name!r}"
+            raise InputError(CLUSTER_FILE, field, str(group.min_batch), expected)
 
 
 def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:
@@ -237,7 +262,9 @@ def _accumulated(
             cost = cost_of(rank.fit, factor)
             splits = repeats > 1 and most >= unit and most * repeats >= multiple
             total = round_samples(cluster)
-            found[keys[-1]] = accumulated(cost, most, repeats, unit, multiple, total) if splits else cost
+            once = factor * (rank.fit.optimizer_seconds or 0.0)
+            parts = accumulated(cost, once, most, repeats, unit, multiple, total) if splits else cost
+            found[keys[-1]] = parts
     return [found[key] for key in keys]
 
 
@@ -281,15 +308,8 @@ def _check_required(ranks: Sequence[PlannedRank]) -> None:
         if group.required and most // multiple * multiple < least:
             raise Infeasible(
                 f"worker[{k}] {group.name!r} is required, but its batch must be at least {least} "
-                f"and at most {most} in steps of {multiple}",
-                _way_out(least, group, at_once),
+                f"and at most {most} in steps of {multiple}"
             )
-
-
-def _way_out(least: int, group: WorkerGroup, at_once: int) -> str:
-    if at_once:
-        return f"raise max_accumulation to {-(-least // at_once)}, lower min_batch, or do not require it"
-    return f"free memory for {least} samples, or do not require {group.name!r}"
 
 
 def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[WorkerMode]) -> Sync:

@@ -143,7 +143,11 @@ def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Profile:
     of the whole model.
     """
     memory, given = profile.memory, cluster.sharding
-    if memory is None or given is None:
+    assert given is not None
+    if memory is None:
+        if given.stage == GATHERED:
+            expected = "a memory model: with stage = 3 it says how many samples fit"
+            raise InputError(group.profile, "memory", "nothing", expected)
         return profile
     parameters = profile.model.parameters
     if parameters is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,6 @@ from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
-    Plan,
     Profile,
     RunTable,
     WorkerGroup,
@@ -39,14 +37,7 @@ from pyps.formats import (
     write_json,
 )
 from pyps.profiler.select import fitted_profile
-from pyps.solver.auto_batch import BatchPoint, best_global_batch, front_over_batches
-from pyps.solver.constrained import ConstrainedProblem, Limit, even_split
-from pyps.solver.costs import Floats
-from pyps.solver.job import limits_of_set
-from pyps.solver.milp.pareto import COARSE, ParetoPoint, pareto_front, unbeaten
-from pyps.solver.plan import each_rank, plan_ranks
-from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
-from pyps.solver.ranks import PlannedRank, needs, planned_ranks
+from pyps.solver.planner import Planner
 
 
 class _FileOrCommand(TyperGroup):
@@ -67,25 +58,6 @@ ClusterFile = Annotated[
 ]
 MOST_SAMPLES = 1e12  # of a target, as in the cluster file
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A plan and what it was made of; a node is one worker there. `shown` has the ranks of all nodes."""
-
-    cluster: Cluster
-    ranks: list[PlannedRank]
-    problem: ConstrainedProblem
-    plan: Plan
-
-    @property
-    def shown(self) -> Plan:
-        return each_rank(self.plan, self.ranks)
-
-    def even_seconds(self) -> list[float]:
-        """Return the seconds of each rank in the even split."""
-        pairs = zip(even_split(self.problem)[1], self.ranks, strict=True)
-        return [seconds for seconds, rank in pairs for _ in range(rank.group.ranks_each)]
 
 
 PlanOutput = Annotated[
@@ -113,6 +85,10 @@ DeadlineHours = Annotated[
 BudgetPrice = Annotated[
     float | None,
     typer.Option(metavar="PRICE", help="Use the workers that train the target soonest at that price."),
+]
+Confidence = Annotated[
+    float | None,
+    typer.Option(metavar="P", help="Keep the deadline with this probability, as 0.95, despite preemptions."),
 ]
 Explained = Annotated[
     bool,
@@ -143,6 +119,7 @@ def plan_command(
     target: TargetSamples = None,
     deadline: DeadlineHours = None,
     budget: BudgetPrice = None,
+    confidence: Confidence = None,
     explain: Explained = False,
     timeline: TimelineFile = None,
     ring: RingFile = None,
@@ -172,22 +149,20 @@ def plan_command(
     read = with_mode(cluster, read, given)
     profiles = fitted_profiles(read)
     with names_file(cluster):
-        ranks = planned_ranks(read, profiles)
-        read = _bounded(cluster, read, target, deadline, budget)
-        read = _with_options(read, ranks, cluster, global_batch, quantile)
-        ranks = planned_ranks(read, profiles)
-    with working("solving"):
-        planned = _planned(cluster, read, ranks)
-    notes = []
+        read = _bounded(cluster, read, target, deadline, budget, confidence)
+        read = _with_options(read, profiles, cluster, global_batch, quantile)
+    planner, notes = Planner(read, profiles, pace_of(cluster, read)), []
+    with working("solving"), names_file(cluster):
+        plan = planner.plan()
     if check:
         with working("checking with HiGHS"):
-            notes.append(_checked(planned))
+            notes.append(planner.check())
     if output is not None:
-        write_json(output, planned.shown)
-    _draw(planned, timeline, ring)
-    drawn = _draw_curves(ranks, planned.shown, curves) if curves is not None else []
+        write_json(output, plan)
+    _draw(planner, timeline, ring)
+    drawn = _draw_curves(planner, curves) if curves is not None else []
     notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
-    _print(planned, explain, as_json)
+    _print(planner, explain, as_json)
     for line in notes:
         say(line, stderr=as_json)
 
@@ -196,8 +171,8 @@ def print_plan(path: Path) -> None:
     """Print the plan of a cluster file as `pyps-plan FILE` does."""
     read = read_cluster(path)
     with names_file(path):
-        ranks = planned_ranks(read, fitted_profiles(read))
-    _print(_planned(path, read, ranks), explain=False, as_json=False)
+        planner = Planner(read, fitted_profiles(read), pace_of(path, read))
+        _print(planner, explain=False, as_json=False)
 
 
 @app.command("what-if")
@@ -221,7 +196,7 @@ def what_if(
 ) -> None:
     """Compare time, price and utilisation before and after a change: of the workers, or of any key."""
     from pyps.cli.plan_view import show_change
-    from pyps.solver.report.whatif import changed, summary_of, verdict, with_values
+    from pyps.solver.jobs.whatif import changed, with_values
 
     read = read_cluster(cluster)
     names = {group.name for group in read.worker}
@@ -234,13 +209,12 @@ def what_if(
     other = changed(read, known, fewer, new)
     other = with_values(other, dict(_key_and_value(text) for text in values or ()))
     with names_file(cluster):
-        plans = [_planned(cluster, c, planned_ranks(c, fitted_profiles(c))) for c in (read, other)]
-        before, after = (summary_of(one.shown, one.problem.pace.kind != "free") for one in plans)
-    sentence = verdict(before, after)
+        now, then = (Planner(c, fitted_profiles(c), pace_of(cluster, c)) for c in (read, other))
+        change = now.what_if(then)
     if as_json:
-        sys.stdout.write(encode({"before": before, "after": after, "verdict": sentence}).decode())
+        sys.stdout.write(encode(change).decode())
     else:
-        show_change(before, after, sentence, read.job.unit)
+        show_change(change.before, change.after, change.verdict, read.job.unit)
 
 
 @app.command("measure-next")
@@ -251,11 +225,10 @@ def measure_next(cluster: ClusterFile, as_json: JsonOnly = False) -> None:
     can win more than 1 %.
     """
     from pyps.cli.plan_view import show_next
-    from pyps.solver.report.measure import next_sizes
 
     read = read_cluster(cluster)
     with names_file(cluster):
-        found = next_sizes(read, fitted_profiles(read), pace_of(cluster, read))
+        found = Planner(read, fitted_profiles(read), pace_of(cluster, read)).next_sizes()
     if as_json:
         sys.stdout.write(encode(found).decode())
     else:
@@ -303,73 +276,31 @@ def pareto(
     read = read_cluster(cluster)
     not_an_input("--picture", picture, inputs_of(cluster, read))
     check_picture("--picture", picture, PLAN_PICTURES)
-    with names_file(cluster):
-        ranks = planned_ranks(read, fitted_profiles(read))
-    price = needs(ranks, "price_per_hour")
-    if price is None:
-        unpriced = next(k for k, group in enumerate(read.worker) if group.price_per_hour is None)
-        field = f"worker[{unpriced}].price_per_hour"
-        raise InputError(str(cluster), field, "nothing", "a price for each group")
     if batches and picture is not None:
         raise InputError("--picture", "", "with --batches", "one of the two: it is of one global batch")
     if batches and read.run.local_steps is not None:
         raise InputError("--batches", "", "with local steps", "a cluster without run.local_steps")
+    with names_file(cluster):
+        planner = Planner(read, fitted_profiles(read), pace_of(cluster, read))
     with working("computing the front") as progress, names_file(cluster):
-        points, front = _front(cluster, read, ranks, price, batches, progress)
+        front = planner.front_over_batches(progress) if batches else []
+        points = [one.point for one in front] if batches else planner.front(progress)
     if picture is not None:
         from pyps.solver.report.plots import draw_pareto
 
         draw_pareto(points, picture)
         say(f"wrote {picture}", stderr=True)
-    names = [rank.group.name for rank in ranks]
     if as_json:
-        rows = [_row(point, ranks) for point in points]
+        rows = [planner.row_of(point) for point in points]
         for row, one in zip(rows, front, strict=False):
             row["global_batch"] = one.global_batch
             row["seconds_per_million_useful"] = one.seconds_per_million
             row["price_per_million_useful"] = one.price_per_million
         sys.stdout.write(encode(rows).decode())
     elif batches:
-        show_batches(front, names, read.job.unit)
+        show_batches(front, planner.names(), read.job.unit)
     else:
-        show_pareto(points, names, read.job.unit)
-
-
-def _front(
-    path: Path,
-    cluster: Cluster,
-    ranks: Sequence[PlannedRank],
-    price: Floats,
-    batches: bool,
-    progress: Callable[[str], None],
-) -> tuple[list[ParetoPoint], list[BatchPoint]]:
-    """The points of the front; if it is one over global batches, these, too."""
-    pace = pace_of(path, cluster)
-    ranks = at_quantile(cluster, ranks, pace)
-    if batches:
-        front = front_over_batches(
-            cluster, ranks, price, pace, lambda batch: progress(f"computing the front of batch {batch}")
-        )
-        return [one.point for one in front], front
-    points: list[ParetoPoint] = []
-    for point in pareto_front(planning_problem(cluster, ranks, pace), price):
-        points.append(point)
-        progress(f"computing the front: {len(points)} points")
-    return unbeaten(points), []
-
-
-def _row(point: ParetoPoint, ranks: Sequence[PlannedRank]) -> dict[str, Any]:
-    """A point of a front, for JSON."""
-    return {
-        "iteration_seconds": point.solution.iteration_seconds,
-        "price_per_hour": point.price_per_hour,
-        "price_per_million_samples": point.price_per_million_samples,
-        "batches": [
-            batch // rank.group.ranks_each
-            for batch, rank in zip(point.solution.batches.tolist(), ranks, strict=True)
-            for _ in range(rank.group.ranks_each)
-        ],
-    }
+        show_pareto(points, planner.names(), read.job.unit)
 
 
 def fitted_profiles(cluster: Cluster) -> list[Profile]:
@@ -380,14 +311,14 @@ def fitted_profiles(cluster: Cluster) -> list[Profile]:
 
 def _with_options(
     read: Cluster,
-    ranks: list[PlannedRank],
+    profiles: list[Profile],
     path: Path,
     global_batch: str | None,
     quantile: float | None,
 ) -> Cluster:
     """The cluster with the values of the command line.
 
-    read: the cluster as read from `path`, with its ranks. global_batch, quantile: the options; None: not
+    read: the cluster as read from `path`, with its profiles. global_batch, quantile: the options; None: not
     given.
     """
     job = read.job
@@ -403,7 +334,8 @@ def _with_options(
                 str(path), "goodput", "nothing", "noise, a file of a run; or noise_scale and base_batch"
             )
         whole = msgspec.structs.replace(read, job=job)  # the noise of its quantile counts
-        job = msgspec.structs.replace(job, global_batch=best_global_batch(whole, ranks, pace_of(path, read)))
+        found = Planner(whole, profiles, pace_of(path, read)).best_global_batch()
+        job = msgspec.structs.replace(job, global_batch=found)
     elif global_batch is not None:
         if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
@@ -412,64 +344,44 @@ def _with_options(
 
 
 def _bounded(
-    path: Path, read: Cluster, target: float | None, deadline: float | None, budget: float | None
+    path: Path,
+    read: Cluster,
+    target: float | None,
+    deadline: float | None,
+    budget: float | None,
+    confidence: float | None,
 ) -> Cluster:
     """The cluster with what the command line says of the whole job."""
     given = {"target": target, "deadline_hours": deadline, "budget": budget}
     for option, value in zip(("--target", "--deadline", "--budget"), given.values(), strict=True):
         if value is not None and not 0 < value <= MOST_SAMPLES:
             raise InputError(option, "", f"{value:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
+    if confidence is not None and not 0 < confidence < 1:
+        raise InputError("--confidence", "", f"{confidence:g}", "a number between 0 and 1, as 0.95")
+    given["confidence"] = confidence
     job = msgspec.structs.replace(read.job, **{k: v for k, v in given.items() if v is not None})
     bounded = msgspec.structs.replace(read, job=job)
     check_cluster(str(path), bounded)
     return bounded
 
 
-def _planned(path: Path, cluster: Cluster, ranks: list[PlannedRank]) -> _Planned:
-    """The plan of a cluster file. Raises Infeasible and InputError, naming the file."""
-    pace = pace_of(path, cluster)
-    with names_file(path):
-        ranks = at_quantile(cluster, ranks, pace)
-        problem = planning_problem(cluster, ranks, pace)
-        return _Planned(cluster, ranks, problem, plan_ranks(cluster, ranks, problem))
-
-
-def _checked(planned: _Planned) -> str:
-    """One line confirming the optimum. Raises PypsError if HiGHS finds a better one."""
-    from pyps.solver.milp.checks import agreement, enumerated
-
-    factors = factors_of(planned.cluster, planned.ranks)
-    problem = enumerated(planned.cluster, planned.ranks, factors, planned.problem)
-    plan, price, coarse = planned.plan, needs(planned.ranks, "price_per_hour"), 0.0
-    if planned.cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
-        # The plan is the fastest of all that cost no more an hour.
-        hourly = Limit("price_per_hour", price, plan.cost.price_per_hour or 0.0)
-        problem, coarse = replace(problem, limits=(*problem.limits, hourly)), COARSE
-    if planned.cluster.job.is_bounded:  # no set of workers that costs and is preempted as little is faster
-        limits = (*problem.limits, *limits_of_set(planned.ranks, plan))
-        problem, coarse = replace(problem, limits=limits), COARSE
-    if not problem.minimises_iteration:
-        found = solve_within_limits(planned.cluster, planned.ranks, problem)
-        return agreement(problem, found.batches.tolist(), coarse)
-    return agreement(problem, [worker.batch for worker in plan.workers], coarse)
-
-
-def _draw(planned: _Planned, timeline: Path | None, ring: Path | None) -> None:
+def _draw(planner: Planner, timeline: Path | None, ring: Path | None) -> None:
     """Draw the pictures that have a file to go to."""
     if timeline is None and ring is None:
         return
     from pyps.solver.report.plots import draw_ring, draw_timeline
 
     if timeline is not None:
-        draw_timeline(planned.shown, planned.even_seconds(), timeline)
+        draw_timeline(planner.plan(), planner.even_seconds(), timeline)
     if ring is not None:
-        draw_ring(planned.shown, ring)
+        draw_ring(planner.plan(), ring)
 
 
-def _draw_curves(ranks: list[PlannedRank], plan: Plan, folder: Path) -> list[Path]:
+def _draw_curves(planner: Planner, folder: Path) -> list[Path]:
     """A picture of every group's profile, with the batches that the plan gives its workers."""
     from pyps.profiler.plot import plot_profile
 
+    ranks, plan = planner.planned.ranks, planner.plan()
     workers, batches = iter(plan.workers), dict[str, set[int]]()
     for rank in ranks:
         mine = [next(workers).micro_batch for _ in range(rank.group.ranks_each)]
@@ -486,18 +398,16 @@ def _curve(folder: Path, group: str) -> Path:
     return folder / f"{Path(group).name}.png"
 
 
-def _print(planned: _Planned, explain: bool, as_json: bool) -> None:
+def _print(planner: Planner, explain: bool, as_json: bool) -> None:
     """Print the plan on stdout; with JSON there, the explanation goes to stderr."""
     from pyps.cli.plan_view import show_explanation, show_plan
 
     if as_json:
-        sys.stdout.write(encode(planned.shown).decode())
+        sys.stdout.write(encode(planner.plan()).decode())
     else:
-        show_plan(planned.shown, planned.even_seconds())
+        show_plan(planner.plan(), planner.even_seconds())
     if explain:
-        from pyps.solver.report.explain import explain as explained
-
-        show_explanation(explained(planned.plan, planned.ranks, planned.problem), err=as_json)
+        show_explanation(planner.explain(), err=as_json)
 
 
 def _counted(option: str, texts: Sequence[str] | None) -> dict[str, list[int | None]]:

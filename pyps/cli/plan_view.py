@@ -15,10 +15,10 @@ from pyps.formats import Plan, PlanWorker, RunMode, Unit
 from pyps.formats.mode import CODEC_BITS
 from pyps.solver.auto_batch import BatchPoint
 from pyps.solver.constrained import even_batches
-from pyps.solver.milp.pareto import ParetoPoint
+from pyps.solver.jobs.pareto import ParetoPoint
+from pyps.solver.jobs.whatif import PlanSummary
 from pyps.solver.report.explain import Explanation
 from pyps.solver.report.measure import WORTH, NextSizes
-from pyps.solver.report.whatif import PlanSummary
 
 ROWS_AT_MOST = 64  # the plan file has all rows
 LIKE_AT_LEAST = 4  # workers with the same figures, one after another, that share a row
@@ -84,6 +84,8 @@ def _summary(plan: Plan) -> list[str]:
                 f"spot       preemptions and checkpoints make it {target.lost:.3f} times as long; checkpoint "
                 f"every {every / 60:.3g} minutes"
             )
+        if (chance := target.deadline_chance) is not None:
+            lines.append(f"deadline   kept with probability {chance:.3f}")
     return lines
 
 

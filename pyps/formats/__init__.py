@@ -173,7 +173,11 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
             raise InputError(where, f"worker[{k}].profile", f"no file at {profile}", "the path of a profile")
         if all(group.profile != str(profile) for group in groups):
             _check_schema(profile, where, f"worker[{k}].profile")
-        groups.append(msgspec.structs.replace(group, profile=str(profile)))
+        trace = None if group.trace is None else Path(path).parent / group.trace
+        if trace is not None and not trace.is_file():
+            raise InputError(where, f"worker[{k}].trace", f"no file at {trace}", "the path of a trace")
+        trace_path = None if trace is None else str(trace)
+        groups.append(msgspec.structs.replace(group, profile=str(profile), trace=trace_path))
     return msgspec.structs.replace(cluster, worker=groups, goodput=_with_noise(path, cluster.goodput))
 
 

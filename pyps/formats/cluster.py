@@ -98,6 +98,7 @@ MOST_WORKERS = 100_000  # in a cluster; their plan takes seconds
 
 Rate = Annotated[float, Meta(gt=0)]
 Quantile = Annotated[float, Meta(gt=0, lt=1)]
+Available = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +107,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unit: what all batches of this file count. In tokens, a profile's batches are multiplied by its
     model.tokens_per_sample. target: how many samples to train; the plan says how long they take, and their
     price. deadline_hours: use the cheapest workers that train the target by then; budget: those that train it
-    soonest at that price. price_per_kwh: of energy, which is then part of all prices.
+    soonest at that price. confidence: of keeping the deadline where workers may be taken away; null: it is
+    kept on average. price_per_kwh: of energy, which is then part of all prices.
     """
 
     global_batch: Batch
@@ -115,6 +117,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: Seconds | None = None
     deadline_hours: Above | None = None
     budget: Above | None = None
+    confidence: Quantile | None = None
     price_per_kwh: Above | None = None
 
     @property
@@ -128,9 +131,11 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     min_batch binds only if the worker is used; `required` workers may not be left out. Batches are multiples
     of batch_multiple. A batch may be computed in up to max_accumulation micro-batches, each within max_batch.
-    price_per_hour, watts and preemptions_per_hour are those of one device. free_bytes, measured now, replaces
-    the profile's memory budget. `shares` names [[shared]] tables. Groups with the same `together` are used
-    all or not at all.
+    price_per_hour, watts and preemptions_per_hour (while it is there) are those of one device. availability:
+    the share of time in which it is there; downtime_seconds: for which it is away on average, with which the
+    preemptions follow; trace: a CSV file that tells both, with the columns seconds and available.
+    free_bytes, measured now, replaces the profile's memory budget. `shares` names [[shared]] tables. Groups
+    with the same `together` are used all or not at all.
 
     devices: of which each worker consists. parallel "model": they compute a batch together (tensor or
     pipeline parallel), as the profile has measured. "data": the worker is a node, used whole or not at all.
@@ -149,6 +154,9 @@ class WorkerGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     price_per_hour: Elapsed | None = None
     watts: Elapsed | None = None
     preemptions_per_hour: Elapsed = 0.0
+    availability: Available | None = None
+    downtime_seconds: Above | None = None
+    trace: Name | None = None
     bandwidth: Rate | None = None
     latency: Elapsed | None = None
     free_bytes: Bytes | None = None
@@ -299,6 +307,10 @@ def check_cluster(where: str, cluster: Cluster) -> None:
         raise InputError(
             where, f"worker[{k}].count", f"{workers:,} workers in all", f"at most {MOST_WORKERS:,}"
         )
+    named = {name for group in groups for name in group.shares}
+    if lost := [k for k, resource in enumerate(cluster.shared) if resource.name not in named]:
+        found = f"{cluster.shared[lost[0]].name!r}, which no worker shares"
+        raise InputError(where, f"shared[{lost[0]}].name", found, "a name in the shares of a [[worker]]")
     before = set[str]()
     for k, group in enumerate(groups):
         if group.name in before:
@@ -392,6 +404,10 @@ def _check_choices(where: str, cluster: Cluster) -> None:
 def _check_limits(where: str, cluster: Cluster) -> None:
     """Every worker must state a number for each limited quantity; a bounded job has a target."""
     job = cluster.job
+    if job.confidence is not None and job.deadline_hours is None:
+        raise InputError(where, "job.deadline_hours", "nothing", "hours, as job.confidence is set")
+    for k, group in enumerate(cluster.worker):
+        _check_presence(where, f"worker[{k}]", group)
     for name in ("deadline_hours", "budget"):
         if getattr(job, name) is None:
             continue
@@ -407,6 +423,20 @@ def _check_limits(where: str, cluster: Cluster) -> None:
         priced = key == "price_per_hour" and job.price_per_kwh is not None
         if getattr(cluster.limits, limit) is not None and not priced:
             _check_stated(where, cluster, key, f"limits.{limit}")
+
+
+def _check_presence(where: str, field: str, group: WorkerGroup) -> None:
+    """How often a device is there is said once: by its rate, by its availability, or by a trace."""
+    stated = [group.availability is not None, group.trace is not None]
+    if all(stated) or (stated[1] and group.preemptions_per_hour):
+        other = "availability" if stated[0] else "preemptions_per_hour"
+        raise InputError(where, f"{field}.{other}", "a number", "nothing: the trace tells it")
+    if stated[0] and bool(group.downtime_seconds) == bool(group.preemptions_per_hour):
+        expected = "one of the two, as availability is set: the other follows"
+        found = "both" if group.downtime_seconds else "nothing"
+        raise InputError(where, f"{field}.downtime_seconds, preemptions_per_hour", found, expected)
+    if group.downtime_seconds and not stated[0]:
+        raise InputError(where, f"{field}.availability", "nothing", "a share, as downtime_seconds is set")
 
 
 def _check_stated(where: str, cluster: Cluster, key: str, why: str) -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Name, Seconds, Share, Unit
+from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
 from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
 from pyps.formats.profile import Fit, Memory
 
@@ -161,7 +161,8 @@ class TargetEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     base_batch: the samples count as those of batches of this size, as in `goodput`; null: all count alike.
     lost: how many times longer it takes for preemptions and checkpoints, which is part of `seconds`.
-    checkpoint_every_seconds: with which that is least; null: no preemptions are stated.
+    checkpoint_every_seconds: with which that is least; null: no preemptions are stated. deadline_chance: the
+    probability that the job's deadline is kept; null: it has none, or no worker may be taken away.
     """
 
     samples: Seconds
@@ -170,6 +171,7 @@ class TargetEstimate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     base_batch: Batch | None = None
     lost: Annotated[float, Meta(ge=1)] = 1.0
     checkpoint_every_seconds: Annotated[float, Meta(gt=0)] | None = None
+    deadline_chance: Fraction | None = None
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -79,7 +79,8 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A polygon goes on after its last batch by per_sample_seconds a sample; if that is 0, by the table's own
     slope. leave_one_out_error is the median relative error of predicting each point from the others; band
     has (batch, low, high) seconds between which 90 % of times near it lie; doubling_error is the relative
-    standard error at twice the largest measured batch.
+    standard error at twice the largest measured batch. optimizer_seconds, part of every time here, are taken
+    once by a batch in micro-batches; null: not measured.
     """
 
     kind: Literal["affine", "knee", "convex", "table"]
@@ -93,6 +94,7 @@ class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     table: Annotated[list[tuple[Batch, Seconds]], Meta(min_length=1)] | None = None
     band: list[tuple[Batch, Seconds, Seconds]] | None = None
     doubling_error: Elapsed | None = None
+    optimizer_seconds: Elapsed | None = None
 
     @property
     def end_slope(self) -> float:

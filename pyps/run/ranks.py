@@ -20,12 +20,13 @@ from pyps.native.values import CostModel
 from pyps.profiler.fit import fit_points, predict_seconds
 from pyps.profiler.multiples import fit_at
 from pyps.profiler.select import fitted_profile
+from pyps.solver.accumulate import seconds_in_parts
 from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table
+from pyps.solver.jobs.differences import differences
 from pyps.solver.links import stated_links
 from pyps.solver.online.device import planned_compute_seconds
 from pyps.solver.online.prior import prior_of
-from pyps.solver.report.differences import differences
 from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.settings import ThrottleSpec
 
@@ -174,9 +175,8 @@ def _with_batch(plan: Plan, worker: PlanWorker, batch: int, fit: Fit | None, sec
     says so.
     """
     micro = min(batch, worker.micro_batch if worker.accumulation > 1 else worker.max_batch or batch)
-    full, rest = divmod(batch, max(micro, 1))
-    if fit is not None:
-        seconds = full * predict_seconds(fit, micro) + (predict_seconds(fit, rest) if rest else 0.0)
+    if fit is not None and batch:
+        seconds = seconds_in_parts(fit, batch, micro)
         if plan.run is None or plan.mode_of(worker).depth == 1:
             seconds += worker.link_seconds
         elif worker.batch and worker.predicted_seconds > planned_compute_seconds(worker):  # transfers bind
@@ -185,7 +185,7 @@ def _with_batch(plan: Plan, worker: PlanWorker, batch: int, fit: Fit | None, sec
         worker,
         batch=batch,
         micro_batch=micro,
-        accumulation=max(1, full + (rest > 0)),
+        accumulation=max(1, -(-batch // max(micro, 1))),
         weight=batch / plan.global_batch,
         predicted_seconds=seconds,
     )

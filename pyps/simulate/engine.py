@@ -274,9 +274,12 @@ class Engine:
         """What worker k pushes that has computed these samples from these parameters, and the loss."""
         return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
 
-    def compute_nanoseconds(self, k: int, samples: int, begins: int) -> int:
-        """What a micro-batch takes that begins then."""
-        return _ns(self.devices[k].seconds(samples, begins * 1e-9))
+    def compute_nanoseconds(self, k: int, samples: int, begins: int, later: bool = False) -> int:
+        """What a micro-batch takes that begins then. later: a step's first one has the optimizer's time."""
+        seconds, worker = self.devices[k].seconds(samples, begins * 1e-9), self.workers[k]
+        if later and worker.optimizer_seconds:
+            seconds *= max(0.0, 1 - worker.optimizer_seconds / worker.cost(samples))
+        return _ns(seconds)
 
     def sends_in_turn(self, k: int) -> bool:
         """Whether worker k's gradients wait for their turn before they travel: over a link they do."""

@@ -33,6 +33,7 @@ from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem, solve
+from pyps.solver.jobs.differences import differences
 from pyps.solver.links import (
     WIRE_BYTES,
     LinkSlowdown,
@@ -44,7 +45,6 @@ from pyps.solver.links import (
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import PlannedRank
-from pyps.solver.report.differences import differences
 from pyps.store.policies import policy_named
 
 FP32_BYTES = 4
@@ -63,7 +63,8 @@ class SimWorker:
     `down_share`: of the scenario's bytes, in this worker's codecs. `depth`: steps under way in a pipeline; 0:
     2. `mode`: the planned codecs. `link_slowdowns`: by which factor its own link is slower, and when.
     `planned`: its line of the plan, with what is known of its device and the bounds of its batch, for
-    rebalancing; None: its cost is known, and `max_samples` is its only bound.
+    rebalancing; None: its cost is known, and `max_samples` is its only bound. `optimizer_seconds`: of `cost`,
+    which a batch in micro-batches takes once.
     """
 
     name: str
@@ -83,6 +84,7 @@ class SimWorker:
     mode: WorkerMode = PLAIN
     link_slowdowns: tuple[LinkSlowdown, ...] = ()
     planned: PlanWorker | None = None
+    optimizer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ def _as_planned(
         depth=_pipeline_depth(plan, planned),
         mode=mode,
         planned=planned if planned.batch else None,
+        optimizer_seconds=0.0 if local or planned.fit is None else planned.fit.optimizer_seconds or 0.0,
     )
 
 

@@ -197,7 +197,7 @@ class SimulatedWorker:
         end = began
         while True:
             part = self._part(step.count - step.done)
-            end += engine.compute_nanoseconds(self._k, part, end)
+            end += engine.compute_nanoseconds(self._k, part, end, later=step.done > 0)
             step.before, step.done = step.done, step.done + part
             if not at_once or step.done == step.count:
                 break

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import PypsError
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, evaluate
-from pyps.solver.costs import Floats, Ints
+from pyps.solver.constrained import WITHIN, ConstrainedProblem, ConstrainedSolution, allowed, evaluate
+from pyps.solver.costs import Floats
 from pyps.solver.exact.cardinality import meets
 from pyps.solver.exact.minmax import at_index, most_by, rounded, solve, within_total
 from pyps.solver.exact.subset import solve_subset
@@ -31,7 +31,6 @@ MOST_BOXES = 20_000
 LATEST = 1e300  # seconds: later than any split
 FIRST_GUESS = 10.0  # of the time without side constraints: far enough to find a first solution soon
 ROUNDING = 1e-12  # relative: a better time is better by more than this
-WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a sum of needs
 SAMPLE = 1e-6  # samples: the rounding error allowed in a sum of parts
 HALF = 0.5
 WORTH_COUNTING = 1e-3  # of the time to beat: counts that synchronise so much later are searched apart
@@ -90,7 +89,7 @@ def fastest(
         free = _without_ties(constrained)
         bare = replace(constrained, resources=())
         not_before = evaluate(bare, free.batches).longest_seconds
-        if free.longest_seconds <= not_before and spend is None and _allowed(constrained, free.batches):
+        if free.longest_seconds <= not_before and spend is None and allowed(constrained, free.batches):
             return free
     search = _Search(constrained)
     search.step = step
@@ -128,12 +127,6 @@ def _without_ties(constrained: ConstrainedProblem) -> ConstrainedSolution:
     found = solve_subset(at_index(constrained.problem, order), constrained.sync.take(order))
     batches[order] = found.batches
     return evaluate(constrained, batches)
-
-
-def _allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:
-    used = batches > 0
-    whole = all(used[group].all() or not used[group].any() for group in constrained.together)
-    return whole and all(x.need[used].sum() <= x.at_most * WITHIN for x in constrained.limits)
 
 
 class _Search:

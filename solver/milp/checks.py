@@ -104,7 +104,8 @@ def enumerated(
             costs.append(_of_one(problem.costs, k))
             continue
         if key not in found:
-            found[key] = _every_size(cost_of(rank.fit, factor), rank, last, unit)
+            once = factor * (rank.fit.optimizer_seconds or 0.0)
+            found[key] = _every_size(cost_of(rank.fit, factor), once, rank, last, unit)
         costs.append(found[key])
     stacked = replace(Costs.stack(costs), transfer=problem.costs.transfer, overlap=problem.costs.overlap)
     most = np.minimum(problem.max_batch, problem.global_batch)
@@ -119,7 +120,7 @@ def _of_one(costs: Costs, k: int) -> Cost:
     return Table(tuple(pairs))
 
 
-def _every_size(cost: Cost, rank: PlannedRank, last: int, unit: int) -> Table:
+def _every_size(cost: Cost, once: float, rank: PlannedRank, last: int, unit: int) -> Table:
     most, repeats = min(last, max_batch_of(rank.group, rank.profile)), rank.group.max_accumulation
     sizes = np.arange(unit, most + 1, unit)
     single = np.array([0.0] + [cost.seconds(int(size)) for size in sizes])
@@ -129,7 +130,12 @@ def _every_size(cost: Cost, rank: PlannedRank, last: int, unit: int) -> Table:
         allowed = (parts <= repeats) & np.isfinite(single[1:])
         size, before = sizes[allowed], parts[allowed] - 1
         points.append(
-            (batch, float((before * single[size // unit] + single[(batch - before * size) // unit]).min()))
+            (
+                batch,
+                float(
+                    (before * (single[size // unit] - once) + single[(batch - before * size) // unit]).min()
+                ),
+            )
         )
     return Table(tuple(points))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import replace
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pyps.errors import Infeasible, PypsError, needed
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, evaluate
 from pyps.solver.exact.kinds import TooManyKinds, fastest, handles
 from pyps.solver.exact.minmax import solve
+from pyps.solver.exact.remedies import with_remedies
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.model import MOST_SECONDS, Milp, NoProof, minmax_milp
 from pyps.solver.sync import Sync
@@ -32,6 +33,11 @@ def solve_constrained(
     time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
     help, and NoProof if HiGHS stops without a proof.
     """
+    if constrained.may_forbid:
+        try:
+            solve(constrained.problem)
+        except Infeasible as error:
+            raise with_remedies(constrained, error.reason) from None
     if constrained.may_not_bind:
         found = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
         if not constrained.has_side_constraints or found.longest_seconds <= _longest_step(found):
@@ -40,7 +46,7 @@ def solve_constrained(
         if handles(constrained):
             best = fastest(constrained)
             if best is None:
-                raise _refusal(constrained)
+                raise with_remedies(constrained)
             return best
     return solve_by_milp(constrained, time_limit)
 
@@ -65,7 +71,7 @@ def solve_by_milp(
         between = f"iterations of {best:.4g} ms by {batches}, no split is below {bound:.4g} ms"
         raise NoProof(f"{stopped}: {between}", stopped.best, stopped.bound) from None
     if not feasible:
-        raise _refusal(constrained)
+        raise with_remedies(constrained)
     return solution_of(constrained, milp)
 
 
@@ -77,19 +83,14 @@ def solution_of(constrained: ConstrainedProblem, milp: Milp) -> ConstrainedSolut
     return evaluate(constrained, batches)
 
 
-def constrained_milp(
-    constrained: ConstrainedProblem, without: Limit | None = None, total: bool = True
-) -> tuple[Milp, Any]:
-    """The MILP with all side constraints, and its iteration time, the objective.
-
-    without: a limit to leave out. total: fix the sum of the batches to B.
-    """
+def constrained_milp(constrained: ConstrainedProblem) -> tuple[Milp, Any]:
+    """The MILP with all side constraints, and its iteration time, the objective."""
     pulp = needed("pulp", "plan")
 
-    milp = minmax_milp(constrained.problem, extra=True, total=total)
+    milp = minmax_milp(constrained.problem, extra=True)
     model, used = milp.model, milp.used
     for limit in constrained.limits:
-        if limit is not without:
+        if math.isfinite(limit.at_most):
             unit = limit.at_most or 1.0
             model += total_need(milp, limit, unit) <= limit.at_most / unit
     for group in constrained.together:
@@ -164,35 +165,3 @@ def _break_symmetry(milp: Milp, constrained: ConstrainedProblem) -> None:
     for group in (group for group in constrained.kinds() if len(group) > 1):
         for left, right in itertools.pairwise(group):
             milp.model += milp.steps[left] >= milp.steps[right]
-
-
-def _refusal(constrained: ConstrainedProblem) -> Infeasible:
-    """The refusal, with the least increase of one limit, or the nearest B, for which a split exists."""
-    problem = constrained.problem
-    changes = []
-    for limit in constrained.limits:
-        milp, _ = constrained_milp(constrained, without=limit)
-        if milp.minimise(total_need(milp, limit)):
-            least = float(limit.need[milp.batches() > 0].sum())
-            changes.append(f"raise {limit.field} from {limit.at_most:g} to {least:.6g}")
-    changes += [f"set global_batch to {batch}" for batch in _nearest_batches(constrained)]
-    what = [limit.field for limit in constrained.limits] + ["together"] * bool(constrained.together)
-    return Infeasible(
-        f"global_batch {problem.global_batch}: no workers within {' and '.join(what)} can do it",
-        " or ".join(changes) or "no change of one limit helps",
-    )
-
-
-def _nearest_batches(constrained: ConstrainedProblem) -> list[int]:
-    """The feasible global batch nearest to the requested one, if there is any."""
-    pulp = needed("pulp", "plan")
-
-    problem = constrained.problem
-    wide = replace(problem, global_batch=min(2 * problem.global_batch, int(problem.max_batch.sum())))
-    milp, _ = constrained_milp(replace(constrained, problem=wide), total=False)
-    away = milp.model.add_variable("away", lowBound=0)
-    done = pulp.lpSum(milp.batch)
-    milp.model += done >= 1
-    milp.model += away >= done - problem.global_batch
-    milp.model += away >= problem.global_batch - done
-    return [int(milp.batches().sum())] if milp.minimise(away) else []

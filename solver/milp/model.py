@@ -137,8 +137,8 @@ def _no_output() -> Iterator[None]:
         os.close(nowhere)
 
 
-def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Milp:
-    """The program above. extra: add the variables extra_k, which the caller bounds. total: fix the sum to B.
+def minmax_milp(problem: Problem, extra: bool = False) -> Milp:
+    """The program above. extra: add the variables extra_k, which the caller bounds.
 
     Raises Infeasible if a required worker can take no batch.
     """
@@ -149,8 +149,7 @@ def minmax_milp(problem: Problem, extra: bool = False, total: bool = True) -> Mi
     for k in range(len(problem.costs)):
         more = model.add_variable(f"e{k}", lowBound=0) if extra else None
         _add_worker(milp, problem, k, more)
-    if total:
-        model += pulp.lpSum(milp.batch) == problem.global_batch
+    model += pulp.lpSum(milp.batch) == problem.global_batch
     return milp
 
 

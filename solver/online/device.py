@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from pyps.formats import MAX_BATCH, PlanWorker
+from pyps.solver.accumulate import seconds_in_parts
 from pyps.solver.costs import Cost, Line
 from pyps.solver.online.refit import COUNTED_FROM, OnlineCost, at_least, stretched
 from pyps.solver.online.window import LARGE, quicker, settled, slow, surprises, tells, undecided
@@ -197,8 +198,6 @@ def planned_compute_seconds(worker: PlanWorker) -> float:
     the transfers, where these do not overlap.
     """
     if worker.fit is not None:
-        cost, before = cost_of(worker.fit), worker.accumulation - 1
-        rest = worker.batch - before * worker.micro_batch
-        return before * cost.seconds(worker.micro_batch) + cost.seconds(rest)
+        return seconds_in_parts(worker.fit, worker.batch, worker.micro_batch)
     serial = worker.predicted_seconds - worker.link_seconds
     return serial if serial > 0 else worker.predicted_seconds or float(worker.batch)

@@ -129,7 +129,8 @@ def _verdict(
         sentences.append(f"Of {limit.field.removeprefix('limits.')} {limit.at_most:g}, {used:g} is used.")
     if priced.per_sample > 0:
         sentences.append(f"One more {one} in the global batch costs {_ms(priced.per_sample)}.")
-    sentences.append(_bound_sentence(plan))
+    searched = constrained.may_meet or not constrained.minimises_iteration
+    sentences.append(_bound_sentence(plan, searched))
     return " ".join(sentences)
 
 
@@ -162,12 +163,16 @@ def _time_sentence(plan: Plan) -> str:
     return f"{text}, {plan.speedup_over_even:.2f} times as fast as an even split."
 
 
-def _bound_sentence(plan: Plan) -> str:
+def _bound_sentence(plan: Plan, searched: bool) -> str:
+    """Say what is proven of other splits. searched: the bound is a search's, of whole samples."""
     if not plan.lower_bound_seconds:
         return f"Workers do not wait for the slowest, so a split with longer steps may pass more {plan.unit}."
     gain = 1 - plan.lower_bound_seconds / plan.iteration_seconds
     if plan.sync:
         return "No choice of workers and batches within the bounds is faster."
+    if searched:
+        more = "" if gain < NEGLIGIBLE else f" that was tried, and none can be by more than {gain:.1%}"
+        return f"No split is faster{more}."
     if gain < NEGLIGIBLE:
         return f"No split can be faster, even if {plan.unit} could be divided."
     return (

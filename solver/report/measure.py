@@ -21,6 +21,7 @@ import numpy as np
 
 from pyps.formats import Cluster, Pace, Plan, Profile
 from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
+from pyps.profiler.select import on_one_grid
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of, multiples_of
 from pyps.solver.units import sample_multiple, units_each
@@ -161,9 +162,11 @@ def _unmeasured(
 
 
 def _off_multiples(cluster: Cluster, profiles: Sequence[Profile], plan: Plan) -> Iterator[NextSize]:
-    """A size near the plan's of each device that was measured at multiples of 8 alone, or of which those
-    measured do not tell 8 from 16, or 16 from 32.
+    """A size near the plan's of each device that was measured at powers of two or multiples of 8 alone, or of
+    which those measured do not tell 8 from 16, or 16 from 32.
     """
+    pairs = zip(cluster.worker, profiles, strict=True)
+    multiple_of = {group.name: sample_multiple(cluster, group, profile) for group, profile in pairs}
     for group, profile in zip(cluster.worker, profiles, strict=True):
         large = [point.batch for point in profile.points if point.batch >= 2 * LEAST]
         if not large:
@@ -172,7 +175,12 @@ def _off_multiples(cluster: Cluster, profiles: Sequence[Profile], plan: Plan) ->
         each, names = units_each(cluster, profile), group.worker_names()
         sizes = [w.micro_batch // each for w in plan.workers if w.name in names and w.micro_batch]
         near = min(large, key=lambda batch: abs(batch - (sizes[0] if sizes else large[-1])))
-        if every and sample_multiple(cluster, group, profile) == 1:
+        between = near * 3 // 2
+        measured = [point.batch for point in profile.points]
+        if on_one_grid(measured) and between < max(measured) and not between % multiple_of[group.name]:
+            why = "all sizes measured are powers of two: steps between them are not seen"
+            yield NextSize(group.name, group.profile, between, why)
+        if every and multiple_of[group.name] == 1:
             yield NextSize(
                 group.name, group.profile, near - 1, f"all sizes measured are multiples of {LEAST}"
             )

@@ -15,7 +15,7 @@ from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Plan
 from pyps.formats.files import temporary_beside
 from pyps.solver.constrained import even_batches
-from pyps.solver.milp.pareto import ParetoPoint
+from pyps.solver.jobs.pareto import ParetoPoint
 
 ROWS_AT_MOST = 32  # workers on one page
 TURNS_AT_MOST = 360  # in one ring

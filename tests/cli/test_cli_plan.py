@@ -212,7 +212,7 @@ def test_outputs_are_checked_before_the_work(
     def never(*_: object) -> None:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("pyps.cli.plan.planned_ranks", never)
+    monkeypatch.setattr("pyps.cli.plan.fitted_profiles", never)
     for path, found in (("no/a.png", "no folder no"), ("/proc/a.png", "/proc/a.png: "), (".", "., a folder")):
         done = shell(*arguments, "cluster.toml", option, path)
         assert done.code == 2

@@ -25,7 +25,7 @@ from pyps.formats import (
     write_json,
 )
 from pyps.solver.constrained import ConstrainedSolution
-from pyps.solver.job import best_for_job
+from pyps.solver.jobs.job import best_for_job
 
 CLUSTER = """
 [job]
@@ -244,12 +244,12 @@ def test_a_deadline_a_budget_and_the_check(shell: Shell) -> None:
 def test_a_check_allows_for_the_steps_of_a_front(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets of many unlike workers are searched to within 1 %."""
 
-    def coarse(*given: Any) -> ConstrainedSolution:
-        best = best_for_job(*given)
+    def coarse(*given: Any) -> tuple[ConstrainedSolution, list[str]]:
+        best, notes = best_for_job(*given)
         batches, slowest = best.batches.copy(), int(best.step_seconds.argmax())
         other = next(k for k, batch in enumerate(batches.tolist()) if batch > 1 and k != slowest)
         batches[[slowest, other]] += [1, -1]
-        return replace(best, batches=batches)
+        return replace(best, batches=batches), notes
 
     monkeypatch.setattr("pyps.solver.plan.best_for_job", coarse)
     done = shell("cluster.toml", "--target", "1e7", "--deadline", "2", "--check")
@@ -362,7 +362,7 @@ def test_a_budget_for_samples_is_kept_and_confirmed(shell: Shell) -> None:
             "[limits]\nprice_per_hour = 1.5\n[[worker]]",
             "raise limits.price_per_hour from 1.5 to 3",
         ),
-        ("max_batch = 256", "required = true\nmin_batch = 400", "raise max_accumulation to 2"),
+        ("max_batch = 256", "required = true\nmin_batch = 300", "raise max_accumulation of 'slow' to 2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_smallest_change(

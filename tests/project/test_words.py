@@ -25,7 +25,7 @@ MOST = {
     "pyps/store": 30,
     "pyps/torch": 43,
     "pyps/worker": 62,
-    "solver": 62,
+    "solver": 59,
     "tests/c": 1,
     "tests/cli": 3,
     "tests/conftest.py": 1,

@@ -28,15 +28,15 @@ THOROUGH = [pytest.mark.thorough, pytest.mark.timeout(900)]
 CLOSE = 1e-12  # relative: a table keeps no bends that rounding makes
 
 
-def in_parts(cost: Cost, batch: int, size: int) -> float:
+def in_parts(cost: Cost, once: float, batch: int, size: int) -> float:
     """The seconds of a batch in full micro-batches of this size and a remainder."""
     parts = -(-batch // size)
-    return (parts - 1) * cost.seconds(size) + cost.seconds(batch - (parts - 1) * size)
+    return (parts - 1) * (cost.seconds(size) - once) + cost.seconds(batch - (parts - 1) * size)
 
 
-def fastest(cost: Cost, batch: int, at_once: int, repeats: int) -> float:
+def fastest(cost: Cost, once: float, batch: int, at_once: int, repeats: int) -> float:
     sizes = range(1, at_once + 1)
-    return min((in_parts(cost, batch, m) for m in sizes if -(-batch // m) <= repeats), default=math.inf)
+    return min((in_parts(cost, once, batch, m) for m in sizes if -(-batch // m) <= repeats), default=math.inf)
 
 
 @st.composite
@@ -50,16 +50,19 @@ def costs(draw: st.DrawFn) -> Cost:
 
 
 @settings(deadline=None)
-@given(costs(), st.integers(1, 40), st.integers(2, 5), st.integers(1, 40))
-def test_every_batch_takes_the_best_size(cost: Cost, at_once: int, repeats: int, total: int) -> None:
-    table = accumulated(cost, at_once, repeats, 1, 1, total)
+@given(costs(), st.floats(0.0, 0.9), st.integers(1, 40), st.integers(2, 5), st.integers(1, 40))
+def test_every_batch_takes_the_best_size(
+    cost: Cost, share: float, at_once: int, repeats: int, total: int
+) -> None:
+    once = share * cost.seconds(1)
+    table = accumulated(cost, once, at_once, repeats, 1, 1, total)
     for batch in range(1, min(2 * total, at_once * repeats) + 1):
-        best = fastest(cost, batch, at_once, repeats)
+        best = fastest(cost, once, batch, at_once, repeats)
         assert table.seconds(batch) == pytest.approx(best, rel=CLOSE)
         if math.isfinite(best):
-            size = best_size(cost, batch, at_once, repeats, 1)
+            size = best_size(cost, once, batch, at_once, repeats, 1)
             assert -(-batch // size) <= repeats
-            assert in_parts(cost, batch, size) == pytest.approx(best, rel=CLOSE)
+            assert in_parts(cost, once, batch, size) == pytest.approx(best, rel=CLOSE)
 
 
 def table_profile(points: list[tuple[int, float]]) -> Profile:
@@ -141,7 +144,7 @@ def check_plan(cluster: Cluster, profiles: list[Profile]) -> None:
     for worker, one in zip(plan.workers, profiles, strict=True):
         if worker.batch:
             assert one.fit is not None
-            took = in_parts(cost_of(one.fit), worker.batch, worker.micro_batch)
+            took = in_parts(cost_of(one.fit), 0.0, worker.batch, worker.micro_batch)
             assert took == pytest.approx(worker.predicted_seconds, rel=CLOSE)
 
 

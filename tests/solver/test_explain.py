@@ -9,11 +9,11 @@ import pytest
 
 from pyps.errors import InputError
 from pyps.formats import Cluster, Device, Fit, ModelInfo, Plan, Point, Profile, WorkerGroup
+from pyps.solver.jobs.whatif import changed, summary_of, verdict
 from pyps.solver.plan import make_plan, plan_ranks
 from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.explain import Explanation, explain
-from pyps.solver.report.whatif import changed, summary_of, verdict
 
 
 def profile(a: float, c: float = 0.01) -> Profile:

@@ -14,7 +14,7 @@ from planning_tools import profile
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Profile, check_cluster
 from pyps.formats.cluster import Spot
-from pyps.solver.job import lost_to_preemptions
+from pyps.solver.jobs.spot import lost_to_preemptions
 from pyps.solver.plan import make_plan
 
 TARGET = 1e6
@@ -115,7 +115,7 @@ def test_where_neither_bound_can_be_kept_both_changes_are_said() -> None:
 def test_what_preemptions_cost() -> None:
     """Against the formula of Daly for intervals all around the best one."""
     spot = Spot(checkpoint_seconds=40.0, restart_seconds=300.0)
-    assert lost_to_preemptions(0.0, spot) == (1.0, None)
+    assert lost_to_preemptions(0.0, spot) == (1.0, math.inf)
     for per_hour in (0.01, 0.5, 6.0):
         lost, every = lost_to_preemptions(per_hour, spot)
         assert every is not None

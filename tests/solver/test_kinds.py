@@ -15,8 +15,8 @@ from pyps.solver.constrained import ConstrainedProblem, Limit, Resource, evaluat
 from pyps.solver.costs import Costs, Floats
 from pyps.solver.exact import kinds
 from pyps.solver.exact.minmax import Problem, at_index, solve
+from pyps.solver.jobs.pareto import pareto_front, within_budget
 from pyps.solver.milp.constrained import solve_constrained
-from pyps.solver.milp.pareto import pareto_front, within_budget
 from pyps.solver.sync import Sync, SyncKind
 
 SYNCS: list[SyncKind] = ["none", "ring", "tree", "server"]

@@ -270,11 +270,11 @@ def test_a_shared_link_is_used_one_at_a_time() -> None:
     tables = {"shared": [{"name": "rack", "bandwidth": 80 * MOVED}]}  # 0.1 s for a push and a pull
     profiles = [profile(0.01, 0.0), profile(0.01, 0.0)]
     serial = planned(cluster_of(40, [shared, shared], **tables), profiles, Pace())
-    assert serial.iteration_seconds == pytest.approx(0.2 + 0.2)
+    assert serial.iteration_seconds == pytest.approx(0.2 + 0.18), "[22, 18]: one sends, one still computes"
     piped = planned(cluster_of(40, [shared, shared], run={"depth": 2}, **tables), profiles, Pace())
     assert piped.iteration_seconds == pytest.approx(0.2)
     clocked = planned(cluster_of(40, [shared, shared], **tables), profiles, Pace("clock"))
-    assert clocked.iteration_seconds == pytest.approx(0.2 + 0.2)
+    assert clocked.iteration_seconds == pytest.approx(0.2 + 0.18)
 
 
 def test_a_shared_link_carries_pushes_and_pulls_at_once() -> None:

@@ -11,9 +11,9 @@ from pyps.errors import Infeasible
 from pyps.solver.constrained import ConstrainedProblem, Resource, evaluate
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.milp import pareto
+from pyps.solver.jobs import pareto
+from pyps.solver.jobs.pareto import pareto_front, within_budget
 from pyps.solver.milp.constrained import solve_constrained
-from pyps.solver.milp.pareto import pareto_front, within_budget
 from pyps.solver.sync import Sync, SyncKind
 
 KINDS: list[SyncKind] = ["none", "ring", "server"]

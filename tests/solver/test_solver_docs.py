@@ -70,7 +70,7 @@ def test_the_page_runs(page: Path, count: int, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_cluster_file_is_one() -> None:
-    text, run = blocks(TASK, "toml")
+    text, run, *_ = blocks(TASK, "toml")
     cluster = msgspec.convert(tomllib.loads(f"{run}\n{text}"), Cluster)
     assert cluster.job.global_batch == 768
     assert cluster.run.policy == "hps"

@@ -11,9 +11,15 @@ from planning_tools import profile
 from pyps.errors import Infeasible
 from pyps.formats import Cluster, Job, Pace, RunTable, WorkerGroup
 from pyps.solver import Costs, Line, Problem, Table
+from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact import throughput
 from pyps.solver.exact.throughput import most_throughput
 from pyps.solver.plan import make_plan
+from pyps.solver.sync import Sync
+
+
+def tied(problem: Problem) -> ConstrainedProblem:
+    return ConstrainedProblem(problem, Sync.of("none", len(problem.costs)))
 
 
 def random_problem(luck: np.random.Generator) -> Problem:
@@ -55,9 +61,10 @@ def test_no_split_passes_more_samples() -> None:
         best = enumerated(problem)
         if best < 0:
             with pytest.raises(Infeasible):
-                most_throughput(problem)
+                most_throughput(tied(problem))
             continue
-        found = most_throughput(problem)
+        found = most_throughput(tied(problem))
+        assert found is not None
         assert int(found.batches.sum()) == problem.global_batch
         assert found.samples_per_second == pytest.approx(best, rel=1e-12)
         assert found.gap == 0.0
@@ -71,7 +78,8 @@ def test_by_prices_the_gap_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(throughput, "MOST_WORK", 0)
         if best < 0:
             continue
-        found = most_throughput(problem)
+        found = most_throughput(tied(problem))
+        assert found is not None
         assert int(found.batches.sum()) == problem.global_batch
         assert found.samples_per_second <= best * (1 + 1e-12)
         assert best <= found.samples_per_second * (1 + found.gap) * (1 + 1e-9)

@@ -12,12 +12,12 @@ from planning_tools import profile
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Device, Fit, Job, ModelInfo, Point, Profile, Shared, SyncCost, WorkerGroup
+from pyps.solver.jobs.whatif import changed
 from pyps.solver.plan import make_plan, plan_ranks
 from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.explain import explain
 from pyps.solver.report.warnings import MOST_LINES, Remark, few_of, in_lines
-from pyps.solver.report.whatif import changed
 
 
 def planned(B: int, *seconds: float, error: float = 0.0, **last: Any) -> tuple[list[str], str]:

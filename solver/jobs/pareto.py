@@ -20,9 +20,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import Infeasible
-from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
+from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, observed
 from pyps.solver.costs import Floats
+from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
+from pyps.solver.exact.remedies import DIGITS, rounded_up, with_remedies
+from pyps.solver.goal import Goal
 from pyps.solver.milp.constrained import (
     constrained_milp,
     solution_of,
@@ -71,6 +74,9 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
 
     Raises Infeasible if there is no solution, PypsError if HiGHS stops without a proof.
     """
+    if constrained.may_meet:
+        yield from _followed_front(constrained, price)
+        return
     solution: ConstrainedSolution | None = solve_constrained(constrained)
     steps, count = _Steps(), 0
     before: ParetoPoint | None = None
@@ -88,6 +94,30 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
         solution = _fastest(constrained, price, point, steps)
     if before is not None:
         yield before
+
+
+def _followed_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[ParetoPoint]:
+    """The front by transfers followed over shared links, fastest first."""
+    scale = ROUNDING / max(float(price.sum()), 1e-300)  # of equally fast ones the cheapest
+    goal, limited = Goal((price,), lambda seconds, hourly: seconds * (1 + scale * hourly)), constrained
+    while True:
+        try:
+            least = solve_constrained(alone(limited))
+            starts = [least.batches, solve_constrained(replace(limited, trips=())).batches]
+        except Infeasible:
+            if limited is constrained:
+                raise
+            return
+        bound = least.iteration_seconds if constrained.minimises_iteration else 0.0
+        found = best_followed(limited, goal, starts, bound, plain=False)
+        if found is None:
+            return
+        point = _point(observed(constrained, found.batches), price)
+        yield point
+        below = point.price_per_hour * (1 - CHEAPER)
+        if below <= 0:
+            return
+        limited = replace(constrained, limits=(*constrained.limits, Limit(PRICE, price, below)))
 
 
 def unbeaten(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
@@ -108,6 +138,23 @@ def within_budget(
 
     Raises Infeasible with the least budget for which there is a solution, if name_least; that takes a front.
     """
+    try:
+        return _within(constrained, price, budget, name_least)
+    except Infeasible as error:
+        if not name_least or "compute a million samples" in error.reason:
+            raise
+
+        def fits(changed: ConstrainedProblem) -> bool:
+            with contextlib.suppress(Infeasible):
+                return bool(_within(changed, price, budget, name_least=False).batches.any())
+            return False
+
+        raise with_remedies(constrained, error.reason, fits) from None
+
+
+def _within(
+    constrained: ConstrainedProblem, price: Floats, budget: float, name_least: bool
+) -> ConstrainedSolution:
     if constrained.minimises_iteration and handles(constrained):
         with contextlib.suppress(TooManyKinds):
             at_most = budget * 3600 * constrained.problem.global_batch / 1e6  # price an hour times seconds
@@ -116,10 +163,12 @@ def within_budget(
                 return found
             if not name_least:
                 raise Infeasible(f"no workers compute a million samples for {budget:g}")
-    return _first_within(constrained, price, budget)
+    return _first_within(constrained, price, budget, name_least)
 
 
-def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float) -> ConstrainedSolution:
+def _first_within(
+    constrained: ConstrainedProblem, price: Floats, budget: float, name_least: bool
+) -> ConstrainedSolution:
     """The first point of the front within the budget: a faster solution within it would make an earlier
     point, no worse in time and price and so in their product, lie within the budget too.
     """
@@ -128,16 +177,13 @@ def _first_within(constrained: ConstrainedProblem, price: Floats, budget: float)
         if point.price_per_million_samples <= budget:
             return point.solution
         cheapest = min(cheapest, point.price_per_million_samples)
-    raise Infeasible(
-        f"no workers compute a million samples for {budget:g}",
-        f"raise limits.price_per_million_samples from {budget:g} to {_up(cheapest):g}",
-    )
-
-
-def _up(value: float) -> float:
-    """Six digits, rounded up, so that the printed budget suffices."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
-    return math.ceil(value / unit) * unit
+    if not name_least:
+        raise Infeasible(f"no workers compute a million samples for {budget:g}")
+    least, way = rounded_up(cheapest, DIGITS), ""
+    with contextlib.suppress(Infeasible):
+        _within(constrained, price, least, name_least=False)
+        way = f"raise limits.price_per_million_samples from {budget:g} to {least:.{DIGITS}g}"
+    raise Infeasible(f"no workers compute a million samples for {budget:g}", way)
 
 
 def _point(solution: ConstrainedSolution, price: Floats) -> ParetoPoint:

@@ -1,0 +1,1 @@
+"""Searches for jobs: time, price and energy of a target, and what a change makes of them."""
