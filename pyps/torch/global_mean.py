@@ -33,6 +33,25 @@ from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.agreement import StepAgreement
 from pyps.torch.consensus import DEADLINE_SECONDS
+from pyps.torch.factors import (
+    ALIKE,
+    MICRO,
+    alike,
+    bare,
+    held_factors,
+    inverse,
+    is_on_device,
+    is_sum,
+    number_of,
+    on_host,
+    on_this,
+    power_of_two,
+    root_of,
+    shares_of,
+    sign,
+    times,
+    unlike_micro_batches,
+)
 from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
@@ -42,9 +61,6 @@ from pyps.worker.norms import OWN_BATCHES
 from pyps.worker.terms import Number, Term, terms_of
 
 BackwardCall = Callable[[], Any]  # a backward pass
-ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
-NO_COUNT = math.nan  # a sum that is divided by nothing
-MICRO = "micro-batches under no_sync()"
 _open = 0  # backward passes of GlobalMeans that run now, and unweighted() blocks
 
 
@@ -299,19 +315,19 @@ class GlobalMean:
         for one in self.models:
             one.check_trained()
         if is_part:
-            return [Term(_root_of(loss), "part", False, None)]
-        terms = terms_of(loss) if n is None else [Term(_root_of(loss), "n", True, _number(n))]
+            return [Term(root_of(loss), "part", False, None)]
+        terms = terms_of(loss) if n is None else [Term(root_of(loss), "n", True, number_of(n))]
         if not self._is_walked:
             self._check_leaves(loss)
         if self.reduction == "sum":
-            terms = [term if term.is_mean else _bare(term) for term in terms]
+            terms = [term if term.is_mean else bare(term) for term in terms]
         elif any(term.count is None for term in terms):
             name = next(term.kind for term in terms if term.count is None)
             expected = "a mean; reduction='sum' for a sum over samples, or backward(loss, n=count)"
             raise InputError("backward", "loss", f"a sum that is divided by nothing ({name})", expected)
         for term in terms:
             if term.count is not None and not term.is_mean:  # it may be subtracted
-                term.constant = _sign(term.divisors)
+                term.constant = sign(term.divisors)
                 term.count = term.count.abs() if isinstance(term.count, torch.Tensor) else abs(term.count)
             if self._empty:
                 term.count = 0.0
@@ -358,7 +374,7 @@ class GlobalMean:
             "versions": self._versions,
             "trained parameters": tuple(one.trained() for one in self.models),
             "type of the loss": str(loss.dtype),
-            "terms of the loss": [(t.kind, t.is_mean, t.count is None, _is_on_device(t)) for t in terms],
+            "terms of the loss": [(t.kind, t.is_mean, t.count is None, is_on_device(t)) for t in terms],
         }
 
     # A pass that reduces
@@ -374,10 +390,10 @@ class GlobalMean:
         if held is not None and error is None:
             counts = list(held.counts)
         value = loss.detach().double() if held is None or error else held.mean_loss()
-        on_device = loss.device.type != "cpu" or any(_is_on_device(term) for term in terms)
+        on_device = loss.device.type != "cpu" or any(is_on_device(term) for term in terms)
         host = [float(self.passes), math.nan if on_device else float(value), float(self.asks)]
         for term, count in zip(terms, counts, strict=True):
-            host += [_on_host(count), term.constant]
+            host += [on_host(count), term.constant]
         fields = self._fields(loss, terms)
         with self.waiting.counted():
             rows = self._agreement.exchange(fields, host, error)
@@ -395,17 +411,17 @@ class GlobalMean:
         if bool((rows[:, 0] > 1).any()):
             self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, call)
         else:
-            shares = [_shares(counts) for counts in weights]
+            shares = [shares_of(counts) for counts in weights]
             self._losses = self._over_all(losses, shares, terms)
-            own = [len(rows) * _on_this(share, self._agreement.rank) for share in shares]
+            own = [len(rows) * on_this(share, self._agreement.rank) for share in shares]
             self._note_share(weights, 1.0)
-            alone = [len(rows) * _inverse(counts.sum()) for counts in weights]
+            alone = [len(rows) * inverse(counts.sum()) for counts in weights]
             self._run(loss, list(zip(terms, own, alone, strict=True)), None, call)
 
     def _note_share(self, counts: list[torch.Tensor], late: Number) -> None:
         """Keep this rank's share of the first term's items, if that is a mean."""
         is_mean = counts and (counts[0].device.type != "cpu" or not bool(torch.isnan(counts[0]).any()))
-        self.share = _on_this(_shares(counts[0]), self._agreement.rank) if is_mean else None
+        self.share = on_this(shares_of(counts[0]), self._agreement.rank) if is_mean else None
         self.late = late
 
     def _refused_number(self, loss: torch.Tensor) -> InputError | None:
@@ -485,7 +501,7 @@ class GlobalMean:
                 listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(counts))
                 raise InputError("backward", "loss", f"a {term.kind} over {listed}", "0 items or more")
             key = (str(fields["terms of the loss"]), k)
-            if term.is_mean or term.count is None or _on_host(term.count) <= 0:
+            if term.is_mean or term.count is None or on_host(term.count) <= 0:
                 continue
             if len(counts) == 1 or key in self._own_counts:
                 continue
@@ -510,11 +526,11 @@ class GlobalMean:
         self, losses: torch.Tensor, shares: list[torch.Tensor], terms: list[Term]
     ) -> Callable[[], torch.Tensor | None]:
         """What computes the loss of all samples, when it is read."""
-        scale, sums = self._scale_of_losses(), [_is_sum(term) > 0 for term in terms]
+        scale, sums = self._scale_of_losses(), [is_sum(term) > 0 for term in terms]
 
         def over_all() -> torch.Tensor | None:
             share = shares[0].to(losses.device) if shares else torch.full_like(losses, 1 / len(losses))
-            unlike = [other for other in shares[1:] if not _alike(other.to(share.device), share)]
+            unlike = [other for other in shares[1:] if not alike(other.to(share.device), share)]
             empty = share == 0
             lost = torch.isinf(losses) if len(terms) == 1 else torch.ones_like(empty)
             if unlike or (any(sums) and bool((empty & lost).any())):
@@ -544,14 +560,14 @@ class GlobalMean:
         """
         global _open
         handles = [
-            term.node.register_prehook(_times(factor, _is_sum(term) * term.constant * alone))
+            term.node.register_prehook(times(factor, is_sum(term) * term.constant * alone))
             for term, factor, alone in factors
         ]
         if whole is not None:
-            handles.append(_root_of(loss).register_prehook(_times(whole, 0.0)))
+            handles.append(root_of(loss).register_prehook(times(whole, 0.0)))
         _open += 1
         try:
-            with self.waiting.backward(_root_of(loss)):
+            with self.waiting.backward(root_of(loss)):
                 call()
         finally:
             _open -= 1
@@ -576,7 +592,7 @@ class GlobalMean:
         held.batches += 1
         if held.error is None:
             first = self._first_count(terms)
-            self._run(loss, _held_factors(terms, self._unit), first / self._unit, call)
+            self._run(loss, held_factors(terms, self._unit), first / self._unit, call)
 
     def _set_aside(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take gradients of earlier reductions away, which are not to be divided again."""
@@ -609,7 +625,7 @@ class GlobalMean:
             elif any(
                 not math.isclose(a, float(b), rel_tol=ALIKE) for a, b in zip(ratios, held.ratios, strict=True)
             ):
-                return _unlike_micro_batches()
+                return unlike_micro_batches()
         return None
 
     def _first_count(self, terms: list[Term]) -> Number:
@@ -627,14 +643,14 @@ class GlobalMean:
         """The last pass of a step that has several micro-batches on some rank."""
         ranks, unit = len(losses), self._unit
         is_sum = bool(terms) and terms[0].count is None
-        shares = [torch.ones_like(losses)] if is_sum else [_shares(counts) for counts in weights]
+        shares = [torch.ones_like(losses)] if is_sum else [shares_of(counts) for counts in weights]
         for other in () if is_sum else shares[1:]:  # the host reads counts of a device here
-            if not _alike(other.cpu(), shares[0].cpu()):
-                raise _unlike_micro_batches()
+            if not alike(other.cpu(), shares[0].cpu()):
+                raise unlike_micro_batches()
         self._losses = self._over_all(losses, shares, terms)
         whole = self._first_count(terms) / unit
         set_aside = held.before if held is not None else self._set_aside()
-        self._run(loss, _held_factors(terms, unit), whole, call)
+        self._run(loss, held_factors(terms, unit), whole, call)
         total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
         factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
         factor = float(factor) if factor.device.type == "cpu" else factor
@@ -644,122 +660,4 @@ class GlobalMean:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)
         for p, before in set_aside:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        self._unit = _power_of_two(total / ranks) if not is_sum else 1.0
-
-
-def _shares(counts: torch.Tensor) -> torch.Tensor:
-    """Each rank's share of a term's items [ranks]; of bare sums 1 for each; zeros where no rank has any."""
-    if bool(torch.isnan(counts).any()) if counts.device.type == "cpu" else False:
-        return torch.ones_like(counts)
-    total = counts.sum()
-    return torch.where(total > 0, counts / torch.where(total > 0, total, 1.0), 0.0)
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=ALIKE, atol=0)
-
-
-def _on_this(share: torch.Tensor, rank: int) -> Number:
-    """This rank's share; the host's number where that is known."""
-    return float(share[rank]) if share.device.type == "cpu" else share[rank]
-
-
-def _power_of_two(number: torch.Tensor) -> Number:
-    """The one next to a number of at least 1."""
-    found = torch.exp2(torch.round(torch.log2(number.clamp(min=1))))
-    return float(found) if found.device.type == "cpu" else found
-
-
-def _held_factors(terms: list[Term], unit: Number) -> list[tuple[Term, Number, Number]]:
-    """Those of a micro-batch, whose whole loss is multiplied by its count."""
-    return [(term, _is_any(term.count), 1 / unit) for term in terms]
-
-
-def _is_any(count: Number | None) -> Number:
-    """1 where there are items, else 0."""
-    if isinstance(count, torch.Tensor):
-        return (count > 0).to(count.dtype)
-    return 1.0 if count is None or count > 0 else 0.0
-
-
-def _is_sum(term: Term) -> float:
-    """1 for a sum that the script has divided by a count, else 0."""
-    return float(not term.is_mean and term.count is not None)
-
-
-def _sign(numbers: Sequence[float]) -> float:
-    """That of a product."""
-    return math.prod(math.copysign(1.0, number) for number in numbers)
-
-
-def _inverse(total: torch.Tensor) -> Number:
-    """1 / total; 0 of 0, and of what is no count."""
-    if total.device.type == "cpu":
-        return 1 / float(total) if float(total) > 0 else 0.0
-    return torch.where(total > 0, 1 / total, 0.0)
-
-
-def _times(factor: Number, alone: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook that multiplies gradients. Where the factor is 0 it gives `alone` in their place, which may be
-    NaN: a mean over nothing has such.
-    """
-
-    def multiplied(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(None if one is None else _product(one, factor, alone) for one in gradients)
-
-    return multiplied
-
-
-def _product(gradient: torch.Tensor, factor: Number, alone: Number) -> torch.Tensor:
-    if not isinstance(factor, torch.Tensor):
-        if factor == 0:
-            there = torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype)
-            return there.expand_as(gradient)
-        return gradient if factor == 1 else gradient * factor
-    wide = factor.to(gradient.device)
-    scaled = (gradient.to(wide.dtype) * wide).to(gradient.dtype)
-    return torch.where(wide > 0, scaled, torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype))
-
-
-def _on_host(number: Number | None) -> float:
-    """The number in a row of the host's: nothing of one that is on a device."""
-    if number is None:
-        return NO_COUNT
-    return 0.0 if isinstance(number, torch.Tensor) else float(number)
-
-
-def _is_on_device(term: Term) -> bool:
-    return isinstance(term.count, torch.Tensor) or isinstance(term.divisor, torch.Tensor)
-
-
-def _bare(term: Term) -> Term:
-    """A sum over samples that is divided by a constant, which the ranks compare."""
-    if isinstance(term.count, torch.Tensor):
-        return Term(term.node, term.kind, False, None, divisor=term.count)
-    return Term(term.node, term.kind, False, None, constant=1.0 if term.count is None else 1 / term.count)
-
-
-def _root_of(loss: torch.Tensor) -> Any:
-    if loss.grad_fn is None:
-        expected = "a loss that the model has computed with gradients enabled"
-        raise InputError("backward", "loss", "a tensor without a graph", expected)
-    return loss.grad_fn
-
-
-def _number(n: Any) -> Number:
-    """The count that a script gives. Raises InputError for less than 0, and for a type that rounds it."""
-    expected = "a number from 0, float32 or whole: sum(dtype=torch.float32)"
-    if isinstance(n, torch.Tensor):
-        if n.numel() != 1 or (n.is_floating_point() and n.element_size() < 4) or n.is_complex():
-            raise InputError("backward", "n", f"{n.dtype} of shape {list(n.shape)}", expected)
-        if n.device.type != "cpu":
-            return n.detach().reshape(()).double()
-        n = n.item()
-    if isinstance(n, bool) or not isinstance(n, int | float) or not 0 <= n < math.inf:
-        raise InputError("backward", "n", repr(n), expected)
-    return float(n)
-
-
-def _unlike_micro_batches() -> InputError:
-    found = "terms whose counts are in another proportion in each"
-    return InputError("backward", MICRO, found, "a loss of one mean, or of means over as many items each")
+        self._unit = power_of_two(total / ranks) if not is_sum else 1.0

@@ -26,7 +26,7 @@ MOST = {
     "pyps/simulate": 3_077,
     "pyps/store": 2_347,
     "pyps/tasks": 403,
-    "pyps/torch": 7_838,
+    "pyps/torch": 7_238,
     "pyps/worker": 8_055,
     "solver": 10_669,
     "profiler": 2_541,

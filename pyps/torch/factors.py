@@ -1,0 +1,134 @@
+"""Factors of a loss's terms: the shares of the ranks, and the hooks that multiply gradients by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pyps.errors import InputError
+from pyps.worker.terms import Number, Term
+
+ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
+NO_COUNT = math.nan  # a sum that is divided by nothing
+MICRO = "micro-batches under no_sync()"
+
+
+def shares_of(counts: torch.Tensor) -> torch.Tensor:
+    """Each rank's share of a term's items [ranks]; of bare sums 1 for each; zeros where no rank has any."""
+    if bool(torch.isnan(counts).any()) if counts.device.type == "cpu" else False:
+        return torch.ones_like(counts)
+    total = counts.sum()
+    return torch.where(total > 0, counts / torch.where(total > 0, total, 1.0), 0.0)
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=ALIKE, atol=0)
+
+
+def on_this(share: torch.Tensor, rank: int) -> Number:
+    """This rank's share; the host's number where that is known."""
+    return float(share[rank]) if share.device.type == "cpu" else share[rank]
+
+
+def power_of_two(number: torch.Tensor) -> Number:
+    """The one next to a number of at least 1."""
+    found = torch.exp2(torch.round(torch.log2(number.clamp(min=1))))
+    return float(found) if found.device.type == "cpu" else found
+
+
+def held_factors(terms: list[Term], unit: Number) -> list[tuple[Term, Number, Number]]:
+    """Those of a micro-batch, whose whole loss is multiplied by its count."""
+    return [(term, is_any(term.count), 1 / unit) for term in terms]
+
+
+def is_any(count: Number | None) -> Number:
+    """1 where there are items, else 0."""
+    if isinstance(count, torch.Tensor):
+        return (count > 0).to(count.dtype)
+    return 1.0 if count is None or count > 0 else 0.0
+
+
+def is_sum(term: Term) -> float:
+    """1 for a sum that the script has divided by a count, else 0."""
+    return float(not term.is_mean and term.count is not None)
+
+
+def sign(numbers: Sequence[float]) -> float:
+    """That of a product."""
+    return math.prod(math.copysign(1.0, number) for number in numbers)
+
+
+def inverse(total: torch.Tensor) -> Number:
+    """1 / total; 0 of 0, and of what is no count."""
+    if total.device.type == "cpu":
+        return 1 / float(total) if float(total) > 0 else 0.0
+    return torch.where(total > 0, 1 / total, 0.0)
+
+
+def times(factor: Number, alone: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that multiplies gradients. Where the factor is 0 it gives `alone` in their place, which may be
+    NaN: a mean over nothing has such.
+    """
+
+    def multiplied(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(None if one is None else product_of(one, factor, alone) for one in gradients)
+
+    return multiplied
+
+
+def product_of(gradient: torch.Tensor, factor: Number, alone: Number) -> torch.Tensor:
+    if not isinstance(factor, torch.Tensor):
+        if factor == 0:
+            there = torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype)
+            return there.expand_as(gradient)
+        return gradient if factor == 1 else gradient * factor
+    wide = factor.to(gradient.device)
+    scaled = (gradient.to(wide.dtype) * wide).to(gradient.dtype)
+    return torch.where(wide > 0, scaled, torch.as_tensor(alone, device=gradient.device, dtype=gradient.dtype))
+
+
+def on_host(number: Number | None) -> float:
+    """The number in a row of the host's: nothing of one that is on a device."""
+    if number is None:
+        return NO_COUNT
+    return 0.0 if isinstance(number, torch.Tensor) else float(number)
+
+
+def is_on_device(term: Term) -> bool:
+    return isinstance(term.count, torch.Tensor) or isinstance(term.divisor, torch.Tensor)
+
+
+def bare(term: Term) -> Term:
+    """A sum over samples that is divided by a constant, which the ranks compare."""
+    if isinstance(term.count, torch.Tensor):
+        return Term(term.node, term.kind, False, None, divisor=term.count)
+    return Term(term.node, term.kind, False, None, constant=1.0 if term.count is None else 1 / term.count)
+
+
+def root_of(loss: torch.Tensor) -> Any:
+    if loss.grad_fn is None:
+        expected = "a loss that the model has computed with gradients enabled"
+        raise InputError("backward", "loss", "a tensor without a graph", expected)
+    return loss.grad_fn
+
+
+def number_of(n: Any) -> Number:
+    """The count that a script gives. Raises InputError for less than 0, and for a type that rounds it."""
+    expected = "a number from 0, float32 or whole: sum(dtype=torch.float32)"
+    if isinstance(n, torch.Tensor):
+        if n.numel() != 1 or (n.is_floating_point() and n.element_size() < 4) or n.is_complex():
+            raise InputError("backward", "n", f"{n.dtype} of shape {list(n.shape)}", expected)
+        if n.device.type != "cpu":
+            return n.detach().reshape(()).double()
+        n = n.item()
+    if isinstance(n, bool) or not isinstance(n, int | float) or not 0 <= n < math.inf:
+        raise InputError("backward", "n", repr(n), expected)
+    return float(n)
+
+
+def unlike_micro_batches() -> InputError:
+    found = "terms whose counts are in another proportion in each"
+    return InputError("backward", MICRO, found, "a loss of one mean, or of means over as many items each")
