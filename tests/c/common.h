@@ -31,7 +31,8 @@ static inline void expect(int found, int code, const char *what) {
 
 static inline uint32_t policy_numbered(const char *name) {
     uint32_t number = 0;
-    while (policy_find(number) && strcmp(policy_find(number)->name, name)) number++;
+    const struct policy *found; /* none where a number is not used */
+    while (number <= PYPS_QUORUM && (!(found = policy_find(number)) || strcmp(found->name, name))) number++;
     return number;
 }
 
