@@ -64,9 +64,10 @@ enum {
     PYPS_ENOENT = -4,   /* no segment of that name */
     PYPS_ENOSPC = -5,   /* the file system that holds segments is full */
     PYPS_ECORRUPT = -6, /* not a pyps segment, truncated, or damaged */
-    PYPS_EABI = -7,     /* a pyps segment of another ABI, byte order or time namespace */
-    PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
-    PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
+    PYPS_EABI =
+        -7, /* a caller or a segment of another ABI; a segment of another byte order or time namespace */
+    PYPS_EPERM = -8, /* another user's segment, or one that others may write */
+    PYPS_EFULL = -9, /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
     PYPS_EFENCED = -11,   /* this participant was too late and is fenced; rejoin */
     PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another snapshot, could continue */
@@ -255,7 +256,8 @@ typedef struct {
     uint64_t saved_pushes;         /* of these, those in the last state that was read, or begun from */
 } pyps_push_result;
 
-PYPS_API int pyps_open(const char *name, pyps_store **out);
+/* abi: PYPS_ABI. PYPS_EABI, and nothing is written: the library is of another one than the caller's header. */
+PYPS_API int pyps_open(const char *name, uint32_t abi, pyps_store **out);
 PYPS_API int pyps_close(pyps_store *store); /* leaves first if joined; NULL is allowed */
 PYPS_API int pyps_get_layout(pyps_store *store, pyps_layout *out);
 PYPS_API int pyps_get_tensor(pyps_store *store, uint32_t index, pyps_tensor *out);
@@ -473,8 +475,8 @@ typedef struct {
 /* Segments. A name is 1 to 200 letters, digits, '.', '_' or '-'; the file is PYPS_SHM_DIR (default /dev/shm)
  * "/pyps-" name. PYPS_HUGE_PAGES=1: its memory comes as huge pages. PYPS_NUMA=interleave, where it is created: its parameters
  * are spread over the nodes of memory; a gradient's memory is on its worker's. Create makes a ready store or nothing. Unlink refuses (PYPS_EBUSY) while any process has the
- * segment open; with `force` it removes the name even then. */
-PYPS_API int pyps_create(const char *name, const pyps_config *config, pyps_store **out);
+ * segment open; with `force` it removes the name even then. abi: as of pyps_open. */
+PYPS_API int pyps_create(const char *name, uint32_t abi, const pyps_config *config, pyps_store **out);
 PYPS_API int pyps_unlink(const char *name, int force);
 /* Removes the name of this store's segment, held or not; PYPS_ENOENT if it has none, or another segment has it. */
 PYPS_API int pyps_remove(pyps_store *store);
@@ -558,7 +560,8 @@ PYPS_API int pyps_reap(pyps_store *store,
 
 /* A journal: from now on this handle appends every decision to the file `path`, which the handles of a run
  * share (NULL: stop). pyps_replay takes all decisions in it again, in the run's order, and counts those that
- * differ; PYPS_ECORRUPT: the file is not a journal. */
+ * differ; PYPS_ECORRUPT: the file is not a journal, which neither of them then reads on or changes; nor does
+ * pyps_journal follow a link. */
 typedef struct {
     uint64_t events;         /* that changed the view */
     uint64_t decisions;      /* all, with those that changed nothing */
@@ -629,7 +632,7 @@ PYPS_API int pyps_state_end(pyps_store *store);
  * those of the state. Ranks, batches, samples, chunks and policy may be others: ranks that the state does not
  * have begin anew, and those that the config does not have end; another policy begins without policy_state. No
  * step starts before all ranks have joined. */
-PYPS_API int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state,
+PYPS_API int pyps_restore(const char *name, uint32_t abi, const pyps_config *config, const pyps_state *state,
                           pyps_store **out);
 
 /* ---- 8 Planning ---- */

@@ -12,7 +12,7 @@ from pyps.solver.costs import Floats, Ints
 
 
 @dataclass(frozen=True)
-class Goal:
+class SetObjective:
     """A value to minimise, of an iteration's seconds and of the sums of needs of the workers in use, as of
     their price an hour. It never falls where one of these rises; infinite: not allowed.
 
@@ -28,11 +28,11 @@ class Goal:
         return float(self.value(seconds, *(float(need[used].sum()) for need in self.needs)))
 
 
-def fastest_goal() -> Goal:
+def fastest_goal() -> SetObjective:
     """The shortest iteration."""
-    return Goal((), lambda seconds: seconds)
+    return SetObjective((), lambda seconds: seconds)
 
 
-def within_price(price: Floats, most: float) -> Goal:
+def within_price(price: Floats, most: float) -> SetObjective:
     """The shortest iteration whose seconds, times the price an hour of its workers, are at most `most`."""
-    return Goal((price,), lambda seconds, hourly: np.where(seconds * hourly <= most, seconds, np.inf))
+    return SetObjective((price,), lambda seconds, hourly: np.where(seconds * hourly <= most, seconds, np.inf))

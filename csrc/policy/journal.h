@@ -15,11 +15,13 @@
 #include "policy/view.h"
 
 #define JOURNAL_MAX_ENTRY_BYTES (UINT32_C(1) << 30)
+#define JOURNAL_MARK            UINT32_C(0x6c6e726a) /* "jrnl" */
 
 /* Followed by [count] batches (EVENT_REPLAN) or turns (EVENT_SCHEDULE), or by the view itself (EVENT_NONE), then
  * padding. */
 struct journal_entry {
-    uint64_t bytes; /* of the entry and what follows it; a multiple of 8 */
+    uint32_t mark;  /* JOURNAL_MARK */
+    uint32_t bytes; /* of the entry and what follows it; a multiple of 8 */
     uint64_t
         sequence; /* of the view that the event led to; if it changed nothing, of the one it was decided on */
     uint64_t digest; /* of the view that the event led to; 0: it changed nothing */

@@ -152,8 +152,9 @@ static int find_entries(uint8_t *data, size_t bytes, struct journal_entry ***out
     *out = entries, *count = 0;
     for (size_t at = 0; at + sizeof(struct journal_entry) <= bytes;) {
         struct journal_entry *entry = (struct journal_entry *)(void *)(data + at);
-        if (entry->bytes < sizeof *entry || entry->bytes > JOURNAL_MAX_ENTRY_BYTES || entry->bytes & 7)
-            return fail(PYPS_ECORRUPT, "journal: byte %zu: an entry of %lu bytes", at, entry->bytes);
+        if (entry->mark != JOURNAL_MARK || entry->bytes < sizeof *entry ||
+            entry->bytes > JOURNAL_MAX_ENTRY_BYTES || entry->bytes & 7)
+            return fail(PYPS_ECORRUPT, "journal: byte %zu: no entry of a journal", at);
         if (entry->bytes > bytes - at) break;
         entries[(*count)++] = entry;
         at += entry->bytes;
@@ -163,10 +164,11 @@ static int find_entries(uint8_t *data, size_t bytes, struct journal_entry ***out
 
 static int read_all(const char *path, uint8_t **data, size_t *bytes) {
     struct stat status;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     *data = NULL, *bytes = 0;
-    if (fd < 0 || fstat(fd, &status)) {
+    if (fd < 0 || fstat(fd, &status) || !S_ISREG(status.st_mode)) {
         int rc = fail(errno == ENOENT ? PYPS_ENOENT : PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
+        if (fd >= 0) rc = fail(PYPS_ECORRUPT, "journal: %s: not a regular file", path);
         if (fd >= 0) close(fd);
         return rc;
     }

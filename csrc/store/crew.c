@@ -106,8 +106,7 @@ static int open_again(const pyps_store *s) {
 
 static void forget(struct hand *hand) {
     pyps_store *h = &hand->store;
-    handle_unlist(h);
-    file_close(h->fd, h->file);
+    handle_end(h);
     free(h->sources), free(h->draft), free(h->chunk_floats), free(hand);
 }
 
@@ -153,14 +152,14 @@ uint32_t crew_threads(const pyps_store *s) { return s->crew ? s->crew->count + 1
 
 void crew_end(pyps_store *s, void (*leave_slot)(pyps_store *)) {
     struct crew *crew = s->crew;
-    bool lives = s->process; /* a forked child has no threads to end */
     if (!crew) return;
-    if (lives) ring(crew, NULL, NULL);
+    ring(crew, NULL, NULL);
     for (uint32_t i = 0; i < crew->count; i++) {
         struct hand *hand = crew->hands[i];
-        if (lives) pthread_join(hand->thread, NULL);
-        if (lives && leave_slot) leave_slot(&hand->store);
+        pthread_join(hand->thread, NULL);
+        if (leave_slot) leave_slot(&hand->store);
         forget(hand);
+        FAILPOINT("crew.ending");
     }
     free(crew);
     s->crew = NULL;

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,7 +13,13 @@
 
 static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
 static pyps_store *handles;
+static uint8_t *addresses, *addresses_end; /* that no handle has had yet */
 static int (*interrupted)(void);
+
+#define ADDRESSES (UINT64_C(1) << 26) /* taken at once, of which only those of open handles have memory */
+
+/* A leak checker, where there is one, looks for pointers in memory from malloc alone unless it is told. */
+void __lsan_register_root_region(const void *from, size_t bytes) __attribute__((weak));
 
 static bool is_of(const struct stat *found, struct file file) {
     return found->st_dev == file.device && found->st_ino == file.inode;
@@ -42,7 +49,7 @@ static void after_fork_child(void) {
     for (pyps_store *s = handles; s; s = s->next) {
         file_close(s->fd, s->file);
         journal_close(s);
-        s->fd = -1, s->process = 0, s->base = NULL, s->detached = NULL;
+        s->fd = -1, s->process = 0;
     }
     pthread_mutex_unlock(&handles_lock);
 }
@@ -60,22 +67,53 @@ void segment_release_forks(void) { pthread_mutex_unlock(&handles_lock); }
 
 void handle_list(pyps_store *s) { s->next = handles, handles = s; }
 
-void handle_unlist(const pyps_store *s) {
-    pthread_mutex_lock(&handles_lock);
-    for (pyps_store **at = &handles; *at; at = &(*at)->next)
-        if (*at == s) {
-            *at = s->next;
-            break;
-        }
-    pthread_mutex_unlock(&handles_lock);
+static pyps_store **place_of(const pyps_store *s) {
+    pyps_store **at = &handles;
+    while (*at && *at != s) at = &(*at)->next;
+    return at;
+}
+
+bool handle_end(pyps_store *s) {
+    segment_hold_forks();
+    pyps_store **at = place_of(s);
+    bool listed = *at;
+    if (listed) {
+        *at = s->next;
+        file_close(s->fd, s->file);
+        journal_close(s);
+    }
+    segment_release_forks();
+    return listed;
 }
 
 bool handle_is_listed(const pyps_store *s) {
     segment_hold_forks();
-    const pyps_store *each = handles;
-    while (each && each != s) each = each->next;
+    bool listed = *place_of(s);
     segment_release_forks();
-    return each;
+    return listed;
+}
+
+static uint64_t handle_bytes(void) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    return (sizeof(pyps_store) + page - 1) / page * page;
+}
+
+pyps_store *handle_allocate(void) {
+    uint64_t bytes = handle_bytes();
+    if ((uint64_t)(addresses_end - addresses) < bytes) {
+        uint8_t *more = mmap(NULL, ADDRESSES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (more == MAP_FAILED) return NULL;
+        addresses = more, addresses_end = more + ADDRESSES;
+    }
+    if (mprotect(addresses, bytes, PROT_READ | PROT_WRITE)) return NULL;
+    pyps_store *s = (pyps_store *)(void *)addresses;
+    if (__lsan_register_root_region) __lsan_register_root_region(s, bytes);
+    addresses += bytes;
+    return s;
+}
+
+void handle_free(pyps_store *s) {
+    mmap(s, handle_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 void journal_close(pyps_store *s) {

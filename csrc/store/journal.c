@@ -1,5 +1,6 @@
 /* journal.c: appends the events that a handle commits to a journal file (policy/journal.h). */
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -22,7 +23,7 @@ static bool put(int fd, struct journal_entry *entry, const void *more, size_t by
     size_t odd = -(sizeof *entry + bytes) & 7;
     struct iovec parts[] = {
         {entry, sizeof *entry}, {(void *)(uintptr_t)more, bytes}, {(void *)(uintptr_t)padding, odd}};
-    entry->bytes = sizeof *entry + bytes + odd;
+    entry->mark = JOURNAL_MARK, entry->bytes = (uint32_t)(sizeof *entry + bytes + odd);
     ssize_t rc;
     do rc = writev(fd, parts, 3);
     while (rc < 0 && errno == EINTR);
@@ -49,6 +50,30 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     const void *more = e->kind == EVENT_SCHEDULE ? (const void *)e->turns : e->batches;
     size_t each = e->kind == EVENT_SCHEDULE ? sizeof *e->turns : sizeof *e->batches;
     if (!put(s->journal, &entry, more, more ? e->count * each : 0)) journal_close(s);
+}
+
+/* A journal of this user's, or an empty file: nothing is ever appended to another one. */
+static int check_file(int fd, const char *path) {
+    struct stat status;
+    uint32_t mark = JOURNAL_MARK;
+    if (fstat(fd, &status)) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
+    if (!S_ISREG(status.st_mode)) return fail(PYPS_ECORRUPT, "journal: %s: not a regular file", path);
+    if (status.st_uid != geteuid())
+        return fail(PYPS_EPERM, "journal: %s: found owner %u; expected %u", path, status.st_uid, geteuid());
+    if (status.st_size && (pread(fd, &mark, sizeof mark, 0) != sizeof mark || mark != JOURNAL_MARK))
+        return fail(PYPS_ECORRUPT, "journal: %s: found a file that is no journal; expected one, or none",
+                    path);
+    return PYPS_OK;
+}
+
+int journal_open(const char *path, int *fd_out) {
+    int fd = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+    if (fd < 0 && errno == ELOOP) return fail(PYPS_ECORRUPT, "journal: %s: a link", path);
+    if (fd < 0) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
+    int rc = check_file(fd, path);
+    if (rc) close(fd);
+    else *fd_out = fd;
+    return rc;
 }
 
 int journal_view(const pyps_store *s, const struct view *v) {

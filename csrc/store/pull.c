@@ -121,8 +121,8 @@ static int encode(pyps_store *s, uint32_t chunk, uint32_t buffer, struct encodin
 }
 
 int pyps_pull_encoded(pyps_store *s, uint32_t codec, void *data, uint64_t bytes, uint64_t *version_out) {
-    uint64_t averaged = 4 * (store_elements(s) - s->trained);
     int rc = store_check_usable(s, true);
+    uint64_t averaged = rc ? 0 : 4 * (store_elements(s) - s->trained);
     if (!rc) rc = require(version_out);
     if (!rc && bytes < averaged)
         rc = fail(PYPS_EINVAL, "pull: bytes: found %lu; expected at least %lu, of averaged tensors", bytes,

@@ -80,7 +80,7 @@ static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct g
 
 /* With forks held. NULL: out of memory; the file is closed. */
 static pyps_store *new_handle(int fd) {
-    pyps_store *s = calloc(1, sizeof *s);
+    pyps_store *s = handle_allocate();
     if (!s) {
         close(fd);
         return fail(PYPS_ENOSPC, "out of memory for a handle"), NULL;
@@ -95,21 +95,33 @@ static pyps_store *new_handle(int fd) {
 
 static void destroy(pyps_store *s) {
     crew_end(s, NULL);
-    handle_unlist(s);
+    handle_end(s);
     mapping_end(s);
-    file_close(s->fd, s->file);
-    journal_close(s);
     reading_drop(s);
     free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),
-        free(s->sources), free(s->expected), free(s->draft), free(s);
+        free(s->sources), free(s->expected), free(s->draft);
+    handle_free(s);
 }
 
 int pyps_close(pyps_store *s) {
     if (!s) return PYPS_OK;
-    if (!handle_is_listed(s)) return fail(PYPS_EINVAL, "close: the handle is closed already");
-    int rc = s->process && s->slot != NONE ? participant_leave(s) : PYPS_OK;
+    bool open = handle_is_listed(s);
+    if (open &&
+        !s->process) { /* the memory stays: a thread of the parent may have been freeing it at the fork */
+        handle_end(s);
+        return PYPS_OK;
+    }
+    if (!open) return fail(PYPS_EINVAL, "close: the handle is closed already");
+    int rc = s->slot != NONE ? participant_leave(s) : PYPS_OK;
     destroy(s);
     return rc;
+}
+
+/* A caller that was compiled with another pyps.h has structs of other sizes, and would be written over. One from before
+ * this argument gives a pointer in its place. */
+static int check_abi(uint32_t abi) {
+    if (abi == PYPS_ABI) return PYPS_OK;
+    return fail(PYPS_EABI, "abi: found %u; expected %u: compile with this library's pyps.h", abi, PYPS_ABI);
 }
 
 /* ---- create ---- */
@@ -156,14 +168,15 @@ static int build(pyps_store *s, const pyps_config *config, const pyps_state *sta
     return map_failed("naming the segment");
 }
 
-static int create(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
+static int create(const char *name, uint32_t abi, const pyps_config *config, const pyps_state *state,
+                  pyps_store **out) {
     char path[4096];
     struct geometry geometry;
     struct layout layout;
     pyps_tensor *tensors = NULL;
     struct group *groups = NULL;
-    int rc = require(out);
-    if (rc) return rc;
+    int rc = check_abi(abi);
+    if (rc || (rc = require(out))) return rc;
     *out = NULL;
     if ((rc = path_of(name, path, sizeof path)) ||
         (rc = geometry_from_config(config, &geometry, &tensors, &groups)))
@@ -187,15 +200,16 @@ static int create(const char *name, const pyps_config *config, const pyps_state 
     return rc;
 }
 
-int pyps_create(const char *name, const pyps_config *config, pyps_store **out) {
-    return create(name, config, NULL, out);
+int pyps_create(const char *name, uint32_t abi, const pyps_config *config, pyps_store **out) {
+    return create(name, abi, config, NULL, out);
 }
 
-int pyps_restore(const char *name, const pyps_config *config, const pyps_state *state, pyps_store **out) {
+int pyps_restore(const char *name, uint32_t abi, const pyps_config *config, const pyps_state *state,
+                 pyps_store **out) {
     pyps_state copy;
-    int rc = require(out);
+    int rc = check_abi(abi);
     if (!rc) rc = read_struct("state", state, residuals, &copy);
-    return rc ? rc : create(name, config, &copy, out);
+    return rc ? rc : create(name, abi, config, &copy, out);
 }
 
 /* ---- open ---- */
@@ -273,13 +287,13 @@ static int attach(pyps_store *s, uint64_t size) {
     return rc;
 }
 
-int pyps_open(const char *name, pyps_store **out) {
+int pyps_open(const char *name, uint32_t abi, pyps_store **out) {
     int fd = -1;
     struct stat status;
     char path[4096];
     pyps_store *s = NULL;
-    int rc = require(out);
-    if (rc) return rc;
+    int rc = check_abi(abi);
+    if (rc || (rc = require(out))) return rc;
     *out = NULL;
     segment_hold_forks();
     rc = open_file(name, &fd, &status);

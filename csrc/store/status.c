@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "policy/config.h"
+#include "store/segment.h"
 #include "store/store.h"
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
@@ -233,9 +234,10 @@ int pyps_journal(pyps_store *s, const char *path) {
     if (rc) return rc;
     journal_close(s);
     if (!path) return PYPS_OK;
-    s->journal = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    if (s->journal < 0) return fail(PYPS_ESYS, "journal: %s: %s", path, strerror(errno));
-    s->journal_file = file_behind(s->journal);
+    segment_hold_forks();
+    if (!(rc = journal_open(path, &s->journal))) s->journal_file = file_behind(s->journal);
+    segment_release_forks();
+    if (rc) return rc;
     if ((rc = begin_journal(s))) journal_close(s);
     return rc;
 }

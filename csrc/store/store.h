@@ -229,8 +229,13 @@ struct file file_behind(int fd);
 bool file_is_behind(int fd, struct file file);
 /* Unless this process has closed it, and maybe opened another one. */
 void file_close(int fd, struct file file);
+/* Zeros, at an address that no handle has had: a second close cannot be another's. With forks held; NULL: no memory. */
+pyps_store *handle_allocate(void);
+void handle_free(pyps_store *s); /* its memory; the address stays taken */
 void handle_list(pyps_store *s); /* with forks held */
-void handle_unlist(const pyps_store *s);
+/* Closes its files, and takes it from the list: in one step, or a child forked between would keep the files' locks.
+ * False: it was not there. */
+bool handle_end(pyps_store *s);
 bool handle_is_listed(const pyps_store *s);
 void journal_close(pyps_store *s);
 void reading_drop(pyps_store *s); /* frees what pyps_state_begin gave; the view is not changed */
@@ -295,6 +300,7 @@ void slot_sign(pyps_store *s);
 void slots_release_dead(pyps_store *s);
 
 /* journal.c */
+int journal_open(const char *path, int *fd_out); /* to append to; with forks held. Refuses all but journals */
 void journal_event(pyps_store *s, const struct event *e, const struct outcome *o, enum verdict verdict,
                    const struct view *v);
 int journal_view(const pyps_store *s, const struct view *v); /* with which the journal begins */

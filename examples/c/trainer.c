@@ -85,7 +85,7 @@ int main(int argc, char **argv) {
     struct data data = read_data(argv[2]);
     pyps_store *store;
     pyps_layout layout;
-    must(pyps_open(argv[1], &store), "open");
+    must(pyps_open(argv[1], PYPS_ABI, &store), "open");
     must(pyps_get_layout(store, &layout), "layout");
     if (layout.parameters != (uint64_t)data.columns + 1) {
         fprintf(stderr, "the store has %llu parameters; expected %d, one a feature and the bias\n",

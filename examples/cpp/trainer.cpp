@@ -32,19 +32,20 @@ using Store = std::unique_ptr<pyps_store, Close>;
 
 Store open(const std::string &name) {
     pyps_store *store = nullptr;
-    must(pyps_open(name.c_str(), &store), "open");
+    must(pyps_open(name.c_str(), PYPS_ABI, &store), "open");
     return Store(store);
 }
 
 struct Data {
     std::int32_t rows = 0, columns = 0;
-    std::vector<float> values;  // label and features of each row
+    std::vector<float> values; // label and features of each row
 
     explicit Data(const std::string &path) {
         std::ifstream file(path, std::ios::binary);
         file.read(reinterpret_cast<char *>(&rows), sizeof rows);
         file.read(reinterpret_cast<char *>(&columns), sizeof columns);
-        if (!file || rows <= 0 || columns <= 0) throw std::runtime_error(path + ": expected rows and columns");
+        if (!file || rows <= 0 || columns <= 0)
+            throw std::runtime_error(path + ": expected rows and columns");
         values.resize(static_cast<std::size_t>(rows) * (columns + 1));
         file.read(reinterpret_cast<char *>(values.data()), values.size() * sizeof(float));
         if (!file) throw std::runtime_error(path + ": ends too early");
@@ -96,7 +97,7 @@ int train(const std::string &name, const Data &data, int rank) {
             if (code == PYPS_EEND) return steps;
             must(code, "start");
             step(store.get(), data, claim, weights);
-        } catch (const Error &error) {  // too late for the others: its samples went back
+        } catch (const Error &error) { // too late for the others: its samples went back
             if (error.code != PYPS_EFENCED) throw;
             must(pyps_rejoin(store.get()), "rejoin");
             must(pyps_pull(store.get(), weights.data(), &version), "pull");
@@ -104,14 +105,15 @@ int train(const std::string &name, const Data &data, int rank) {
     }
 }
 
-}  // namespace
+} // namespace
 
 int main(int argc, char **argv) try {
     if (argc != 4) {
         std::cerr << "usage: trainer STORE DATA RANK\n";
         return 2;
     }
-    std::cout << "rank " << argv[3] << ": " << train(argv[1], Data(argv[2]), std::atoi(argv[3])) << " steps\n";
+    std::cout << "rank " << argv[3] << ": " << train(argv[1], Data(argv[2]), std::atoi(argv[3]))
+              << " steps\n";
     return 0;
 } catch (const std::exception &error) {
     std::cerr << error.what() << '\n';

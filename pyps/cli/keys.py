@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from pyps.cli.ranks import rank_list
 from pyps.cli.terminal import say
 from pyps.errors import InputError, how_to_install
 
@@ -20,9 +21,17 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the c
 
 
 @app.command("add")
-def add_client(name: NameArgument, keys: Folder = Path("keys")) -> None:
+def add_client(
+    name: NameArgument,
+    keys: Folder = Path("keys"),
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Ranks that it may join as, e.g. 0,1; it then may not re-plan."),
+    ] = None,
+) -> None:
     """Admit a client: write DIR/NAME.key, to be moved to its host. Makes missing server's keys."""
-    say(f"admitted {name}: move {_open(keys).add(name)} to its host")
+    bound = None if ranks is None else rank_list(ranks)
+    say(f"admitted {name}: move {_open(keys).add(name, bound)} to its host")
 
 
 @app.command("revoke")
@@ -38,12 +47,13 @@ def list_clients(
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """List the admitted clients with their public keys."""
-    clients = _open_existing(keys).keys.clients
+    found = _open_existing(keys).keys
     if as_json:
-        say(msgspec.json.encode({"clients": clients}).decode())
+        say(msgspec.json.encode({"clients": found.clients, "ranks": found.ranks}).decode())
         return
-    for name in sorted(clients):
-        say(f"{name}  {clients[name]}")
+    for name in sorted(found.clients):
+        bound = f"  ranks {', '.join(map(str, found.ranks[name]))}" if name in found.ranks else ""
+        say(f"{name}  {found.clients[name]}{bound}")
 
 
 def _open(folder: Path) -> KeyFolder:

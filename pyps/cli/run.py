@@ -15,6 +15,7 @@ from rich.table import Table
 from pyps.checkpoint.folder import find_checkpoint, read_manifest
 from pyps.cli.options import with_options
 from pyps.cli.progress import Screen
+from pyps.cli.ranks import rank_list
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import encode, read_plan
@@ -25,7 +26,7 @@ from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.options import options_from_json
-from pyps.run.resume import is_own, run_of
+from pyps.run.resume import check_policy_named, is_own, run_of
 from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
@@ -96,7 +97,7 @@ def _options(given: dict[str, Any], args: list[str] | None, epochs: float | None
         "samples": _total_samples(given["samples"], epochs, dataset_size, required=resume is None),
         "dataset_size": dataset_size or 0,
         "args": args or (),
-        "ranks": None if given["ranks"] is None else _rank_list(given["ranks"]),
+        "ranks": None if given["ranks"] is None else rank_list(given["ranks"]),
         "metrics": given["metrics"] or (),
     }
     return RunOptions(**given | more)
@@ -137,6 +138,8 @@ def _resumed(
     names |= {"args"} if script is not None else set()
     names |= {"pipeline", "depth"} if given & {"pipeline", "depth"} else set()  # one overrides the other, too
     changed = replace(saved, **{name: getattr(options, name) for name in names})
+    if "policy" not in given:
+        check_policy_named(saved.policy, str(run_dir / SETUP_FILE))
     if script is None and not is_own(run_dir):
         expected = (
             "a run that only you may write to (chmod go-w), or the script: pyps run --resume RUN SCRIPT"
@@ -154,6 +157,7 @@ def _as_in_checkpoint(resume: Path, options: RunOptions, given: Set[str], plan: 
         options = replace(options, seed=saved.seed)
     if saved.policy is None or "policy" in given or (plan is not None and read_plan(plan).run is not None):
         return options
+    check_policy_named(saved.policy, str(resume))
     return replace(options, policy=saved.policy)
 
 
@@ -225,12 +229,6 @@ def _total_samples(
     if not (0 < epochs <= 1e12 and 0 < dataset_size <= 1 << 40):
         raise InputError("--epochs", "", f"{epochs} of {dataset_size} samples", "positive numbers")
     return max(1, round(epochs * dataset_size))
-
-
-def _rank_list(text: str) -> list[int]:
-    if not all(part.isascii() and part.isdigit() for part in text.split(",")):
-        raise InputError("--ranks", "", repr(text), "ranks separated by commas, such as 0,2")
-    return [int(part) for part in text.split(",")]
 
 
 def show(report: Report) -> None:

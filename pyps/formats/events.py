@@ -63,8 +63,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            open_plain(path).close()  # a pipe would be waited for
+        if path.exists() or path.is_symlink():
+            open_plain(path, links=False).close()  # a pipe would be waited for
         self._path = path
         self._file = path.open("ab", buffering=0)
         import fcntl  # Windows has none, and plans without it

@@ -95,11 +95,17 @@ def _writable_by_owner(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
 
 
-def open_plain(path: str | os.PathLike[str], expected: str = "a readable file") -> BufferedReader:
-    """A file, opened. Raises InputError if it is missing, or a pipe or a device, for which one would wait."""
+def open_plain(
+    path: str | os.PathLike[str], expected: str = "a readable file", *, links: bool = True
+) -> BufferedReader:
+    """A file, opened. Raises InputError if it is missing, or a pipe or a device, for which one would wait.
+
+    links: False: a link is refused, as of a file that is written to next.
+    """
     found = "something that is not a plain file"
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, flags)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)
@@ -229,14 +235,17 @@ def _leaves(raw: Any, place: str) -> Iterator[tuple[str, Any]]:
 def _explain(where: str, raw: Any, kind: type[Struct], message: str) -> InputError:
     """Turns "Expected `int` >= 1 - at `$.points[3].batch`" (msgspec) into field, found and expected."""
     problem, _, place = message.partition(" - at ")
-    place = place.strip("`").removeprefix("$").removeprefix(".")
+    place = place.replace("`", "").removeprefix("$").removeprefix(".")
     if unknown := re.match(r"Object contains unknown field `(.*)`", problem):
         return _unknown_key(where, place, unknown[1], kind)
     if missing := re.match(r"Object missing required field `(.*)`", problem):
         field = f"{place}.{missing[1]}" if place else missing[1]
         return InputError(where, field, "nothing", "a value: this field is required")
     expected = problem.partition(", got ")[0].replace("`", "").removeprefix("Expected ")
-    found = _at(raw, place)
+    try:
+        found = _at(raw, place)
+    except (LookupError, TypeError):  # within a table of any keys, of which msgspec does not say which
+        return InputError(where, place, problem.partition("got ")[2].replace("`", "") or "another", expected)
     if problem.startswith("Invalid enum value"):
         expected = one_of(str(found), map(str, _choices_at(kind, place)))
     return InputError(where, place, _shown(found), _in_words(expected))
@@ -280,7 +289,10 @@ def _type_at(kind: type[Struct], place: str) -> Any:
     """The type at a place of a format; of an optional one what it is if it is given."""
     node: Any = msgspec.inspect.type_info(kind)
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
-        node = node.item_type if index else next(field.type for field in node.fields if field.name == name)
+        if index:
+            node = node.value_type if isinstance(node, msgspec.inspect.DictType) else node.item_type
+        else:
+            node = next(field.type for field in node.fields if field.name == name)
         node = next(t for t in _parts(node) if not isinstance(t, msgspec.inspect.NoneType))
     return node
 

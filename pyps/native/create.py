@@ -8,6 +8,7 @@ from typing import Any
 from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.native import (
+    abi_version,
     check,
     fill_data_set,
     fill_policy_params,
@@ -35,10 +36,10 @@ def create(name: str, config: Config, state: StoreState | None = None) -> Any:
         raise InvalidArgument(what, f"a number out of range: {error}") from None
     out = ffi.new("pyps_store **")
     if state is None:
-        check(what, lib.pyps_create(segment_name(what, name), c, out))
+        check(what, lib.pyps_create(segment_name(what, name), abi_version(), c, out))
     else:
         c_state, keep_state = _state_struct(what, config, state)
-        check(what, lib.pyps_restore(segment_name(what, name), c, c_state, out))
+        check(what, lib.pyps_restore(segment_name(what, name), abi_version(), c, c_state, out))
         del keep_state
     del keep
     return out

@@ -20,6 +20,7 @@ from pyps.native import (
     AVERAGED,
     NANOSECOND,
     Pointer,
+    abi_version,
     c_ranges,
     check,
     decode,
@@ -103,7 +104,7 @@ class LocalBackend:
     def open(cls, name: str) -> Self:
         """Map an existing segment, trusting nothing in it."""
         out, what = ffi.new("pyps_store **"), f"open {name!r}"
-        check(what, lib.pyps_open(segment_name(what, name), out))
+        check(what, lib.pyps_open(segment_name(what, name), abi_version(), out))
         return cls(_owned(out))
 
     @classmethod
@@ -111,10 +112,14 @@ class LocalBackend:
         """Make a segment, and map it. keep: its name stays after close()."""
         return cls(_owned(create(name, config, state)), removes=not keep)
 
+    def remove(self) -> None:
+        """Remove the segment's name, unless it is another segment's by now."""
+        with suppress(SegmentNotFound, Forked):
+            check("remove", lib.pyps_remove(self.pointer))
+
     def close(self) -> None:
         if self._removes:
-            with suppress(SegmentNotFound, Forked):  # removed meanwhile; the name may be another's by now
-                check("remove", lib.pyps_remove(self.pointer))
+            self.remove()
         if any(view() for view in self._views):
             with suppress(StoreError):
                 self.leave()  # unmapped when the last view dies

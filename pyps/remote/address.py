@@ -13,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -47,6 +48,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def needs_ipv6(host: str) -> bool:
+    """Whether a host is reached over IPv6 alone: libzmq resolves a name for one family."""
+    try:
+        return {found[0] for found in socket.getaddrinfo(host, None)} == {socket.AF_INET6}
+    except (OSError, UnicodeError):
+        return ":" in host  # libzmq says what is wrong with it
 
 
 def endpoint_parts(endpoint: str) -> tuple[str, int | None]:

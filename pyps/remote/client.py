@@ -22,14 +22,15 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
-from pyps.errors import InputError, LinkLost, LinkRefused, StoreError
+from pyps.errors import InputError, InvalidArgument, LinkLost, LinkRefused, StoreError
 from pyps.native.values import Traffic
-from pyps.remote.address import Address
+from pyps.remote.address import Address, needs_ipv6
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.keys import ClientKeys, read_client_keys
 from pyps.remote.local import check_socket
 from pyps.remote.verbs import Asked, LinkVerb
 from pyps.remote.wire import (
+    MAX_HEADER_BYTES,
     SESSION_BYTES,
     Answer,
     Bye,
@@ -125,7 +126,11 @@ class Client:
             call = Call(self.session, seq, asked.verb.name, arguments, received, follow)
             if self._broken():
                 self._reconnect()
-            self._unanswered[seq] = [encode(call), *frames]
+            header = encode(call)
+            if len(header) > MAX_HEADER_BYTES:
+                found = f"{len(header)} bytes; expected at most {MAX_HEADER_BYTES}: fewer parameter groups"
+                raise InvalidArgument(asked.verb.name, f"header: found {found}")
+            self._unanswered[seq] = [header, *frames]
             self._seq = seq  # a ping never takes it for answered
             self._heartbeat.expect_progress()
             self._send(self._unanswered[self._seq])
@@ -180,7 +185,7 @@ class Client:
         """A socket on its way to the server."""
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.linger = socket.sndhwm = 0  # nothing is sent after the end; no bound on what waits to be sent
-        socket.ipv6 = ":" in self.address.host
+        socket.ipv6 = needs_ipv6(self.address.host)
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
         socket.tcp_maxrt = DEAD_LINK_MS
         socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 5

@@ -16,6 +16,7 @@ import resource
 import socket
 import struct
 import termios
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ HELD_BYTES = 1 << 20  # of one connection, without a whole message: an honest on
 ALL_HELD_BYTES = 64 << 20  # of all connections together
 BUSY_FACTOR = 16  # for both, while whole messages queue up behind a busy loop
 MAX_CONNECTIONS = 1024
+SILENT_SHARE = 0.25  # of all connections, for those whose handshake is under way
 SO_COOKIE = 57  # <asm-generic/socket.h>: a number that no other socket of this machine ever has
 ROUTER_MADE = b"\0"  # how identities begin that the router gave
 BYTES_RECEIVED = 128  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
@@ -43,6 +45,7 @@ class Accepted:
 
     descriptor: int
     cookie: bytes
+    peer: str = ""  # whose it is, once it has spoken
     number: int = field(default_factory=itertools.count(1).__next__)  # later ones have higher numbers
     spoke: bool = False
     delivered: bool = False  # since the last look
@@ -68,9 +71,13 @@ class Connection:
 
 
 class Connections:
-    """Follows the connections of a bound socket by its events. For the thread that receives from it."""
+    """Follows the connections of a bound socket by its events. For the thread that receives from it.
 
-    def __init__(self, router: zmq.Socket[bytes]) -> None:
+    per_peer: connections that one peer may have: the oldest of more are cut. Those that have not spoken yet,
+    whose peer is not known, have a share of their own.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], per_peer: int) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         for name in ("AUTH", "PROTOCOL", "NO_DETAIL"):
             events |= getattr(zmq, f"EVENT_HANDSHAKE_FAILED_{name}")
@@ -79,6 +86,7 @@ class Connections:
         self._known: dict[bytes, Connection] = {}  # by identity, until all of their messages were received
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
         self.most = min(MAX_CONNECTIONS, free // 2)  # the rest is for what the sessions open
+        self._per_peer = min(per_peer, max(2, self.most // 4))
         self.cut_off = 0  # how many were cut
 
     def __len__(self) -> int:
@@ -135,13 +143,28 @@ class Connections:
                 total -= size
         self.trim()
 
+    def assign(self, one: Connection, peer: str) -> None:
+        """A message says whose the connection is; of too many of that peer's the oldest is cut."""
+        one.peer = peer
+        if one.accepted.peer != peer:
+            one.accepted.peer = peer
+            theirs = [other for other in self._open.values() if other.peer == peer]
+            for other in theirs[: max(0, len(theirs) - self._per_peer)]:
+                self.cut(other)
+
     def trim(self) -> None:
-        """Cut the oldest silent connections of too many."""
+        """Of too many connections cut the oldest that are silent, while these have more than their share, and
+        then those of the peers that have the most.
+        """
         self._follow()
-        if len(self) > self.most:
+        while len(self) > self.most:
             silent = [one for one in self._open.values() if not one.spoke]
-            for one in silent[: len(self) - self.most]:
-                self.cut(one)
+            count = Counter(one.peer for one in self._open.values() if one.spoke)
+            if len(silent) > self.most * SILENT_SHARE or not count:
+                self.cut(silent[0])
+                continue
+            most = max(count, key=count.__getitem__)
+            self.cut(next(one for one in self._open.values() if one.spoke and one.peer == most))
 
     def _forget_ended(self) -> None:
         """Forget those of which no message can come: they had ended before the last moment without any."""
@@ -187,6 +210,7 @@ class Connections:
         for one in self._known.values():
             if one.accepted.number == 0 and one.accepted.descriptor == accepted.descriptor:
                 one.accepted, accepted.spoke, accepted.delivered = accepted, True, True
+                accepted.peer = one.peer
 
     def _end(self, one: Accepted) -> None:
         one.ended_looks = 0

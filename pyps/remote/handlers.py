@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -43,7 +43,8 @@ from pyps.remote.framing import Frames, Reply, check_size, from_frames
 from pyps.remote.memory import AnswerRoom
 from pyps.remote.parts import packed, sent_ranges
 from pyps.remote.pulled import BaseParams
-from pyps.remote.site import Site, Whose
+from pyps.remote.segment_room import check_room
+from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.step.transfer import Ask, Transfers, Verb
@@ -52,7 +53,7 @@ from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-MAKER = b""  # in place of a session, of the peer that has made the store
+MAX_GLOBAL_BATCH = 1 << 24  # samples of a plan that comes over the link
 DESCRIPTOR_SECONDS = 2.0  # until connections that brought nothing are cut
 
 
@@ -130,12 +131,14 @@ class LinkSession:
     @property
     def caller(self) -> Caller:
         """What this session is, for the table's `by`."""
+        other = self._wing.caller
+        if self._site.may_remove(self._whose.peer):
+            other |= Caller.REMOVER
         if self.place is None:
-            return Caller.STRANGER | self._wing.caller
+            return Caller.STRANGER | other
         worker = self.place.role in (Role.WORKER, Role.NEW_WORKER)
-        planners = self._site.planners
-        plans = planners is None or self._whose.peer in tuple(planners.values())
-        found = (Caller.WORKER if worker else Caller.OBSERVER) | self._wing.caller
+        plans = self._site.may_plan(self._whose.peer)
+        found = (Caller.WORKER if worker else Caller.OBSERVER) | other
         return found | Caller.PLANNER if plans else found
 
     def _plan_as(self, worker: bool) -> None:
@@ -144,6 +147,9 @@ class LinkSession:
             self._site.planners.pop(self._whose.session, None)
             if worker:
                 self._site.planners[self._whose.session] = self._whose.peer
+        self._site.new_workers.pop(self._whose.session, None)
+        if worker and self.place is not None and self.place.role is Role.NEW_WORKER:
+            self._site.new_workers[self._whose.session] = self._whose.peer
 
     def late(self, verb: str) -> StoreError:
         """The error of a call that a silent client's end interrupted: a worker has to rejoin."""
@@ -222,7 +228,7 @@ class LinkSession:
         self.place = Place()
         if self._site.planners is not None:
             self._site.planners[MAKER] = self._whose.peer
-        self._site.created()
+        self._site.created(LocalBackend.open(name))  # stays open as long as the server is
         self._site.shards.created()
         self._wing.created()
         return self._opened(), ()
@@ -238,10 +244,11 @@ class LinkSession:
     def join(self, role: Role, rank: int) -> int:
         """Join, waiting for a rank whose worker has died until its silence was noticed."""
         deadline = time.monotonic() + 1.5 * self._site.client_timeout_seconds
+        ranks = self._ranks_for(role, rank)
         while True:
             sequence = self.store.status().sequence
             try:
-                got = self.store.join(role, rank)
+                got = self._joined(role, ranks)
                 break
             except Busy:
                 if (left := deadline - time.monotonic()) <= 0.0:
@@ -251,6 +258,26 @@ class LinkSession:
         self.place, self._staging, self._in_round = Place(role, got), None, None
         self._plan_as(worker=role is not Role.OBSERVER)
         return got
+
+    def _ranks_for(self, role: Role, rank: int) -> tuple[int, ...]:
+        """The ranks to try, in this order; -1: any. Raises InvalidArgument for one that is another key's."""
+        bound = self._site.ranks_of(self._whose.peer)
+        if role is Role.OBSERVER or bound is None or rank in bound:
+            return (rank,)
+        if rank >= 0 or role is Role.NEW_WORKER or not bound:
+            found = "a rank beyond the plan" if rank < 0 else str(rank)
+            expected = f"one of {', '.join(map(str, bound)) or 'none'}, to which {self._whose.peer} is bound"
+            raise InvalidArgument("join", f"rank: found {found}; expected {expected}")
+        return bound
+
+    def _joined(self, role: Role, ranks: tuple[int, ...]) -> int:
+        """Join as the first of these ranks that is free."""
+        if role is Role.NEW_WORKER:
+            check_room(self.store, self._site, self._whose.peer)
+        for rank in ranks[:-1]:
+            with contextlib.suppress(Busy):
+                return self.store.join(role, rank)
+        return self.store.join(role, ranks[-1])
 
     @HANDLERS.plain(verbs.LEAVE)
     def leave(self) -> None:
@@ -448,6 +475,13 @@ class LinkSession:
             self._wing.abandon()
         return advice
 
+    @HANDLERS.plain(verbs.REPLAN)
+    def replan(self, batches: Sequence[int], plan: int | None) -> None:
+        if (total := sum(batches)) > MAX_GLOBAL_BATCH:
+            found = f"{total} samples in all; expected at most {MAX_GLOBAL_BATCH}"
+            raise InvalidArgument("replan", f"batches: found {found}")
+        self.store.replan(batches, plan)
+
     @HANDLERS.plain(verbs.AWAIT_TURN)
     def await_turn(self, timeout: float) -> None:
         self.store.await_turn(timeout)
@@ -496,5 +530,4 @@ _by_store(verbs.RANKS, LocalBackend.ranks)
 _by_store(verbs.COSTS, LocalBackend.costs)
 _by_store(verbs.HYPER, LocalBackend.hyper)
 _by_store(verbs.WAIT, LocalBackend.wait)
-_by_store(verbs.REPLAN, LocalBackend.replan)
 _by_store(verbs.SET_SCHEDULE, LocalBackend.set_schedule)

@@ -15,10 +15,10 @@ import secrets
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 import zmq
@@ -37,11 +37,14 @@ HINT = "make new keys with `pyps keys add NAME`"
 
 
 class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """server.key; `clients`: the public keys that are let in, by name."""
+    """server.key; `clients`: the public keys that are let in, by name. ranks: those that a client may join
+    as, by the names of the clients that are bound to some.
+    """
 
     public: str
     secret: str
     clients: dict[str, str]
+    ranks: dict[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]] = {}
     schema: Literal["pyps.server-key/1"] = "pyps.server-key/1"
 
 
@@ -90,6 +93,10 @@ class KeyFolder:
         """The client that has this public key; None: it is not admitted."""
         return self._names.get(public)
 
+    def ranks_of(self, name: str) -> tuple[int, ...] | None:
+        """The ranks that a client is bound to; None: it may join as any."""
+        return self.keys.ranks.get(name)
+
     def reload(self) -> bool:
         """Look whether server.key has changed, and take the clients that it lists now. What cannot be read is
         reported and leaves the last clients.
@@ -106,8 +113,10 @@ class KeyFolder:
         self._set(keys)
         return True
 
-    def add(self, name: str) -> Path:
-        """Admit a new client: the file of its keys. Raises InputError."""
+    def add(self, name: str, ranks: Iterable[int] | None = None) -> Path:
+        """Admit a new client: the file of its keys. ranks: those that it may join as; None: any. Raises
+        InputError.
+        """
         check_client_name(name)
         path = self.path / f"{name}.key"
         with _changing(self.path):
@@ -123,7 +132,9 @@ class KeyFolder:
             public, secret = _pair()
             _write(path, ClientKeys(keys.public, public, secret))
             try:
-                self._write_server(msgspec.structs.replace(keys, clients={**keys.clients, name: public}))
+                bound = keys.ranks if ranks is None else {**keys.ranks, name: tuple(sorted(set(ranks)))}
+                clients = {**keys.clients, name: public}
+                self._write_server(msgspec.structs.replace(keys, clients=clients, ranks=bound))
             except BaseException:
                 path.unlink()
                 raise
@@ -137,7 +148,8 @@ class KeyFolder:
                 known = ", ".join(sorted(keys.clients)) or "none"
                 raise InputError("keys", "name", repr(name), f"one of the clients: {known}")
             clients = {k: v for k, v in keys.clients.items() if k != name}
-            self._write_server(msgspec.structs.replace(keys, clients=clients))
+            bound = {k: v for k, v in keys.ranks.items() if k != name}
+            self._write_server(msgspec.structs.replace(keys, clients=clients, ranks=bound))
             (self.path / f"{name}.key").unlink(missing_ok=True)
 
     def _latest(self) -> ServerKeys:

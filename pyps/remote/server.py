@@ -24,8 +24,7 @@ from typing import Any, Self
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pyps import native
-from pyps.errors import InputError, LinkLost, SegmentNotFound, StoreError
+from pyps.errors import InputError, LinkLost, StoreError
 from pyps.native.local import LocalBackend
 from pyps.native.values import Layout
 from pyps.profiler.host_memory import disable_malloc_trim
@@ -35,6 +34,7 @@ from pyps.remote.address import (
     check_store_name,
     endpoint_parts,
     is_loopback,
+    needs_ipv6,
 )
 from pyps.remote.clients import FORGET_SECONDS, MAX_SESSIONS, SESSIONS_PER_PEER, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
@@ -68,6 +68,7 @@ LOOK_SECONDS = 0.05
 SIGNAL_SECONDS = 0.5  # in which a handler runs at the latest
 WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
+CONNECTIONS_A_SESSION = 4  # its calls' and its pings', and as many that broke and are not known to have
 
 
 @dataclass
@@ -114,9 +115,10 @@ class Server:
         check_store_name("serve", store)
         _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()
-        self.store = store
+        self.store, self._per_client = store, sessions_per_client
         several = wing()
         self._shards = several.host(store, home, self._note_opened)
+        self._keys: KeyFolder | None = None
         self._site = Site(
             store,
             secrets.token_bytes(8),
@@ -127,15 +129,18 @@ class Server:
             AnswerMemory(memory_share()),
             None if bind is None and keys is None else {},  # processes of one user may do all that it can
             Handlers({**HANDLERS, **several.handlers}),
+            {},
+            self._ranks_of,
         )
-        self._created = self._closed = self._stopping = False
+        self._closed = self._stopping = False
         self._held: LocalBackend | None = None
+        self._made: LocalBackend | None = None  # the store, if it was made through the link
+        self._created = False
         self._hold()
         self._outbox = Outbox()
         self._clients = Clients(self._site, self._outbox, sessions_per_client)
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
-        self._keys: KeyFolder | None = None
         self._folder: SocketFolder | None = None
         try:
             self._router = self._bind(bind, keys)
@@ -197,9 +202,8 @@ class Server:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._shards.close(self._created and in_order)
         self._held = None
-        if self._created and in_order:
-            with contextlib.suppress(SegmentNotFound):
-                native.unlink(self.store, force=True)
+        if self._made is not None and in_order:
+            self._made.remove()
         self._connections.close()
         self._router.close(linger=200)
         self._end()
@@ -229,7 +233,7 @@ class Server:
             pair = self._keys.keys
             router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()
             router.zap_domain = DOMAIN.encode()
-        self._connections = Connections(router)
+        self._connections = Connections(router, CONNECTIONS_A_SESSION * self._per_client)
         if bind is None and keys is None:
             self._folder = SocketFolder(self.store)
             self._folder.bind(router)
@@ -251,8 +255,8 @@ class Server:
             self._end()
             raise
 
-    def _note_created(self) -> None:
-        self._created = True
+    def _note_created(self, made: LocalBackend | None) -> None:
+        self._created, self._made = True, made or self._made
 
     def _hold(self) -> None:
         """Keep the store open, so that `pyps shm gc` spares it while there is no client."""
@@ -329,10 +333,11 @@ class Server:
         if connection.incoming is not None:  # if its key is revoked, the connection is cut
             self._add(connection, connection.incoming, frame)
             return
-        peer = connection.peer = self._peer(frame) or ""
+        peer = self._peer(frame) or ""
         if not peer:
             self._connections.cut(connection.accepted)  # its key was revoked: a new handshake will say so
         else:
+            self._connections.assign(connection, peer)
             self._take(connection, peer, decode_request(frame.buffer))
 
     def _refuse_parts(self, connection: Connection | None, frame: Any) -> None:
@@ -349,6 +354,10 @@ class Server:
             return f"the peer {frame.get('Peer-Address')}"
         name = self._keys.name_of(frame.get("User-Id"))
         return None if name is None else f"key {name!r}"
+
+    def _ranks_of(self, peer: str) -> tuple[int, ...] | None:
+        """The ranks that a peer's key is bound to; None: it is bound to none."""
+        return None if self._keys is None else self._keys.ranks_of(peer.removeprefix("key ").strip("'"))
 
     def _take(self, connection: Connection, peer: str, message: Call | Bye | Any) -> None:
         if isinstance(message, Malformed):
@@ -477,7 +486,7 @@ def _check_options(
 
 
 def _bind_tcp(router: zmq.Socket[bytes], bind: str) -> None:
-    router.ipv6 = ":" in endpoint_parts(bind)[0]
+    router.ipv6 = needs_ipv6(endpoint_parts(bind)[0])
     try:
         router.bind(bind)
     except zmq.ZMQError as error:

@@ -20,6 +20,7 @@ from pyps.store.backend import Backend
 
 Home = str | Callable[[], str]
 WING = "pyps.shards.wing"
+MAKER = b""  # in place of a session in `Site.planners`, of the peer that has made the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,27 @@ class Site:
     store: str
     server: bytes
     client_timeout_seconds: float
-    created: Callable[[], None]  # called once the store has been made through the link
+    created: Callable[
+        [LocalBackend | None], None
+    ]  # called with a store, or None: a shard, that was made through the link
     opened: Callable[[Layout], None]  # called by every session that opens or makes the store
     shards: WingHost  # of a model over several servers
     memory: AnswerMemory  # for answers
     planners: dict[bytes, str] | None  # peers, by the sessions for which they may plan; None: all may
     handlers: Handlers
+    new_workers: dict[bytes, str]  # peers, by the sessions that are workers beyond the plan
+    ranks_of: Callable[[str], tuple[int, ...] | None]  # those that a peer's key is bound to; None: to none
+
+    def may_plan(self, peer: str) -> bool:
+        """Whether a peer made the store, or has a worker in it by a key that is bound to no ranks."""
+        if self.planners is None or peer == self.planners.get(MAKER):
+            return True
+        return peer in tuple(self.planners.values()) and self.ranks_of(peer) is None
+
+    def may_remove(self, peer: str) -> bool:
+        """Whether a peer may remove a model of which a shard is lost: who may plan, and where the server has
+        been started anew since the model was made any whose key is bound to no ranks.
+        """
+        if self.planners is not None and MAKER not in self.planners:
+            return self.ranks_of(peer) is None
+        return self.may_plan(peer)

@@ -34,8 +34,7 @@ class Caller(Flag):
 
     STRANGER: has opened nothing. OBSERVER: has opened the store, and has not joined it as a worker. WORKER:
     has joined as one. CREATOR: makes a store over several servers, of which some are not there yet. SERVER:
-    follows this one, which is the first of several. PLANNER: its peer has made the store, or has a worker in
-    it.
+    follows this one, which is the first of several. PLANNER, REMOVER: Site.may_plan, Site.may_remove.
     """
 
     STRANGER = auto()
@@ -44,6 +43,7 @@ class Caller(Flag):
     CREATOR = auto()
     SERVER = auto()
     PLANNER = auto()
+    REMOVER = auto()
 
     def __str__(self) -> str:
         return " or ".join(str(one.name).lower() for one in self)

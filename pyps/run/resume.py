@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +25,13 @@ from pyps.formats.events import EVENTS, EventLog, RunEvent, read_events
 from pyps.formats.files import write_lines
 from pyps.formats.records import StepRecord, read_records
 from pyps.formats.setup import SETUP_FILE, read_setup
-from pyps.remote.address import is_address
 from pyps.report.report import REPORT, read_report
 from pyps.run.before import BEFORE, put_back
+from pyps.store.policies import Policy
 from pyps.worker.epochs import drop_undone_epochs
 
 SAME_CLOCK_SECONDS = 60.0  # a time of day is corrected by less than that
+OWN_STORE = re.compile(r"run-\d+-[0-9a-f]{12}")  # the segment of one run alone, by a number that no other has
 OTHERS = 0o022  # write permissions of the group and of all
 DEATH_SECONDS = 15.0  # in which the workers of a launcher that was killed end
 
@@ -56,10 +59,22 @@ def find_resumed(resume: str | os.PathLike[str]) -> Resumed:
     Raises InputError.
     """
     given = Path(resume).absolute()
+    if (given / SETUP_FILE).exists():
+        _check_plain(given)
     _settle(given)
     run_dir = given if (given / SETUP_FILE).exists() else None
     path = newest_checkpoint(given) if run_dir is not None else find_checkpoint(given)
     return Resumed(run_dir, path, verify_folder(path) if path is not None else None)
+
+
+def _check_plain(run_dir: Path) -> None:
+    """Raise InputError for a link or a pipe in a folder that the run will write to: it may lead elsewhere."""
+    for entry in sorted(os.scandir(run_dir), key=lambda entry: entry.name):
+        if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
+            found = "a link" if entry.is_symlink() else "something that is neither a file nor a folder"
+            raise InputError(
+                entry.path, "", found, "nothing that leads out of the run's folder: move it away"
+            )
 
 
 def check_unfinished(resumed: Resumed, samples: int) -> None:
@@ -101,6 +116,18 @@ def _settle(run_dir: Path) -> None:
             put_back(run_dir)
 
 
+def new_store() -> str:
+    """A name for the segment of one run alone."""
+    return f"run-{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def check_policy_named(policy: str | Policy | None, where: str) -> None:
+    """Raise InputError for a policy that would be imported, where a file that may be another's names it."""
+    if isinstance(policy, str) and "." in policy.partition(":")[0]:
+        expected = f"that you name it yourself, as its module's code runs: --policy {policy}"
+        raise InputError(where, "policy", repr(policy), expected)
+
+
 def is_own(run_dir: Path) -> bool:
     """Return whether only this user may write to a run's folder and its run.json."""
     found = [os.stat(path) for path in (run_dir, run_dir / SETUP_FILE)]
@@ -136,7 +163,7 @@ def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
 def _remove_segment(store: str) -> None:
     """A launcher that was killed left its store's segment behind; its workers end soon after it."""
     deadline = time.monotonic() + DEATH_SECONDS
-    while not is_address(store):
+    while OWN_STORE.fullmatch(store):  # else it is elsewhere, or no run's: whoever wrote run.json named it
         try:
             native.unlink(store)
         except SegmentNotFound:

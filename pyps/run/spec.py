@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import socket
 import sys
 import time
@@ -34,10 +33,12 @@ from pyps.run.ranks import (
 )
 from pyps.run.resume import (
     Resumed,
+    check_policy_named,
     check_unfinished,
     continue_folder,
     find_resumed,
     is_own,
+    new_store,
     run_of,
 )
 from pyps.solver.constrained import paced_seconds
@@ -212,6 +213,8 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     resumed = find_resumed(options.resume) if options.resume is not None else ANEW
     check_unfinished(resumed, options.samples)
     planned, ranks, where = _load_ranks(plan, resumed, options)
+    if plan is None and options.policy is None and planned.run is not None:
+        check_policy_named(planned.run.policy, where)
     ranks_here = _ranks_to_start(ranks, options)
     policy = launched_policy(options, planned, where)
     if policy.needs.uses_turns:
@@ -271,7 +274,7 @@ def write_setup(spec: RunSpec) -> int:
 def _store_name(connect: str | None) -> str:
     """The address, if it is one, or a name for a segment of this run alone."""
     if connect is None:
-        return f"run-{os.getpid()}-{secrets.token_hex(6)}"
+        return new_store()
     parse_servers(connect)
     return connect
 

@@ -85,6 +85,10 @@ class DecisionLog:
             self._first = version
         self._entries.extend(reversed(found))
 
+    def remove(self) -> None:
+        """Remove the head's segment, and no other that has its name by now."""
+        self._head.remove()
+
     def close(self) -> None:
         """Answer those that wait, and leave the head. Idempotent."""
         with self._changed:

@@ -283,7 +283,7 @@ class ShardSession:
     ) -> tuple[OpenReply, Arrays]:
         self._check_caller(protocol, name)
         self._host.create(index, *created_arrays(request_bytes, numbers))
-        self._site.created()
+        self._site.created(None)
         return self._opened(), ()
 
     @HANDLERS.plain(verbs.OPEN_SHARD)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pyps import native
 from pyps.errors import (
     Busy,
     InvalidArgument,
@@ -117,9 +116,10 @@ class ShardHost:
     def remove_head(self, run: int) -> None:
         """Raises InvalidArgument unless the head is of this run. Its clients' calls fail from now on."""
         with self._lock:
-            self._log_of(run).close()
+            log = self._log_of(run)
+            log.remove()
+            log.close()
             self._log = None
-            native.unlink(self._store, force=True)
 
     @property
     def log(self) -> DecisionLog:

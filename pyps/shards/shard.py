@@ -139,10 +139,10 @@ class ShardStore:
         self._source.close()
         self._staged.close(remove)
         self._watcher.close()
-        self._applier.close()
         if remove:
             with suppress(StoreError):
-                native.unlink(self.name, force=True)
+                self._applier.remove()
+        self._applier.close()
 
     def stage(self, session: bytes, tag: Tag, header: PushHeader, numbers: Frames) -> bytes:
         """Keep a gradient until it is decided on; a receipt of it. session: the caller's.

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from pyps.native.state import StateHeader
 from pyps.native.values import Codec, Tag, Ticket
-from pyps.remote.verbs import ANY, OPENED, Bulk, Caller, Handlers, LinkVerb, verb
+from pyps.remote.verbs import OPENED, Bulk, Caller, Handlers, LinkVerb, verb
 from pyps.remote.wire import MAX_IN_FLIGHT, OpenReply, PushHeader, RequestBytes, TransferReply
 from pyps.store.backend import Count, Position, Timeout
 
@@ -142,7 +142,7 @@ COMMIT = verb(ShardCalls.commit, OPENED)
 DROP = verb(ShardCalls.drop, Caller.WORKER)
 PIN_STATE = verb(ShardCalls.pin_state, OPENED)
 MADE = verb(ShardCalls.made, Caller.CREATOR)
-REMOVE_HEAD = verb(ShardCalls.remove_head, ANY, needs_store=False)
+REMOVE_HEAD = verb(ShardCalls.remove_head, Caller.REMOVER, needs_store=False)
 FOLLOW = verb(ShardCalls.follow, Caller.OBSERVER | Caller.SERVER, needs_store=False)
 ENTRIES = verb(ShardCalls.entries, Caller.SERVER, needs_store=False)
 OFFER_SHARD = verb(ShardCalls.offer_shard, Caller.STRANGER, needs_store=False)

@@ -14,6 +14,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -120,7 +121,7 @@ def _one_way(link: LinkSpec, way: Way, folder: Path | None) -> OneWay:
     if not link.shared or folder is None:
         return OwnWay(link)
     boot = BOOT_ID.read_text().strip()
-    path = folder / f"link-{link.shared.replace('/', '_')}-{way.value}-{boot}"
+    path = folder / f"link-{quote(link.shared, safe='')}-{way.value}-{boot}"
     return SharedWay(link.bytes_per_second, path)
 
 

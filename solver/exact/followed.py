@@ -23,7 +23,7 @@ from pyps.errors import Infeasible, needed
 from pyps.solver.constrained import WITHIN, ConstrainedProblem, Limit, Resource, allowed, evaluate, observed
 from pyps.solver.costs import Ints
 from pyps.solver.exact.minmax import at_index, most_by, rounded, solve, times, within_total
-from pyps.solver.goal import Goal
+from pyps.solver.goal import SetObjective
 from pyps.solver.motion import MEASURED
 
 MOST_NODES = 200_000  # parts of splits: about a second
@@ -75,7 +75,7 @@ def alone(constrained: ConstrainedProblem) -> ConstrainedProblem:
 
 
 def best_followed(
-    constrained: ConstrainedProblem, goal: Goal, starts: Sequence[Ints], bound: float, plain: bool
+    constrained: ConstrainedProblem, goal: SetObjective, starts: Sequence[Ints], bound: float, plain: bool
 ) -> Followed | None:
     """The best split by the goal, where its iteration is followed; None if none is found.
 
@@ -197,7 +197,7 @@ class _Slots:
 class _Search:
     """The search of all splits; `best` has the value `value`. whole: nothing was left out."""
 
-    def __init__(self, constrained: ConstrainedProblem, goal: Goal, bound: float) -> None:
+    def __init__(self, constrained: ConstrainedProblem, goal: SetObjective, bound: float) -> None:
         self.constrained, self.goal, self.bound = constrained, goal, bound
         self.lower = alone(constrained)
         self.problem = within_total(rounded(self.lower.problem))

@@ -22,7 +22,7 @@ from pyps.formats import Cluster, Plan
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
 from pyps.solver.costs import Floats
-from pyps.solver.goal import Goal
+from pyps.solver.goal import SetObjective
 from pyps.solver.jobs.pareto import PRICE
 from pyps.solver.jobs.sets import BestSet, best_set
 from pyps.solver.jobs.spot import HOUR, Delays, Presence, lost_to_preemptions, presence_of
@@ -127,7 +127,7 @@ def _best(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Constrain
     """The best set by the job's own bounds; None if none keeps them."""
     paid = _paid(cluster, ranks)
     assert paid is not None
-    return best_set(constrained, Goal((paid, *_absences(cluster, ranks)), _value_of(cluster)))
+    return best_set(constrained, SetObjective((paid, *_absences(cluster, ranks)), _value_of(cluster)))
 
 
 def _value_of(cluster: Cluster) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from pyps.solver.costs import Floats
 from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.kinds import ROUNDING, TooManyKinds, cheapest, fastest, handles
 from pyps.solver.exact.remedies import DIGITS, rounded_up, with_remedies
-from pyps.solver.goal import Goal
+from pyps.solver.goal import SetObjective
 from pyps.solver.milp.constrained import (
     constrained_milp,
     solution_of,
@@ -99,7 +99,10 @@ def pareto_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[Par
 def _followed_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[ParetoPoint]:
     """The front by transfers followed over shared links, fastest first."""
     scale = ROUNDING / max(float(price.sum()), 1e-300)  # of equally fast ones the cheapest
-    goal, limited = Goal((price,), lambda seconds, hourly: seconds * (1 + scale * hourly)), constrained
+    goal, limited = (
+        SetObjective((price,), lambda seconds, hourly: seconds * (1 + scale * hourly)),
+        constrained,
+    )
     while True:
         try:
             least = solve_constrained(alone(limited))

@@ -26,7 +26,7 @@ from pyps.solver.constrained import WITHIN, ConstrainedProblem, ConstrainedSolut
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.minmax import Bools, Problem, at_index, rounded, solve, times, within_total
-from pyps.solver.goal import Goal, fastest_goal
+from pyps.solver.goal import SetObjective, fastest_goal
 
 MOST_SETS = 1 << 20  # valued at once: two seconds
 MOST_TIMES = 1 << 16  # in the list; more are so many, evenly spread
@@ -47,7 +47,7 @@ class BestSet:
     proven: float
 
 
-def best_set(constrained: ConstrainedProblem, goal: Goal) -> BestSet | None:
+def best_set(constrained: ConstrainedProblem, goal: SetObjective) -> BestSet | None:
     """The best set of workers, with its best split; None if none is allowed.
 
     constrained: at a pace at which workers wait for the slowest. Raises Infeasible where no split exists even
@@ -60,7 +60,7 @@ def best_set(constrained: ConstrainedProblem, goal: Goal) -> BestSet | None:
 class _Sets:
     """The sets of one problem, as counts of workers of each kind."""
 
-    def __init__(self, constrained: ConstrainedProblem, goal: Goal) -> None:
+    def __init__(self, constrained: ConstrainedProblem, goal: SetObjective) -> None:
         apart = [Limit(f"need {k}", need, math.inf) for k, need in enumerate(goal.needs)]
         self.constrained = replace(constrained, limits=(*constrained.limits, *apart))
         self.goal, self.meets = goal, constrained.may_meet

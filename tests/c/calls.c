@@ -80,7 +80,7 @@ static void open_store(void) {
     pyps_tensor tensors[2];
     uint32_t batches[RANKS];
     pyps_config c = some_config(tensors, batches);
-    if ((seldom(2) || pyps_create(segment, &c, &s)) && pyps_open(segment, &s)) {
+    if ((seldom(2) || pyps_create(segment, PYPS_ABI, &c, &s)) && pyps_open(segment, PYPS_ABI, &s)) {
         s = NULL;
         return;
     }

@@ -31,7 +31,8 @@ static inline void expect(int found, int code, const char *what) {
 
 static inline uint32_t policy_numbered(const char *name) {
     uint32_t number = 0;
-    while (policy_find(number) && strcmp(policy_find(number)->name, name)) number++;
+    const struct policy *found; /* none where a number is not used */
+    while (number <= PYPS_QUORUM && (!(found = policy_find(number)) || strcmp(found->name, name))) number++;
     return number;
 }
 
@@ -67,13 +68,13 @@ static inline pyps_store *store_of_one_chunk(const char *name, uint32_t ranks, u
     pyps_config config = small_config(&tensor, batches, ranks, policy);
     config.round_timeout_seconds = round_timeout, config.staging_buffers = staging_buffers;
     pyps_store *s;
-    must(pyps_create(name, &config, &s), "create");
+    must(pyps_create(name, PYPS_ABI, &config, &s), "create");
     return s;
 }
 
 static inline pyps_store *another_worker(const char *name) {
     pyps_store *s;
-    must(pyps_open(name, &s), "open");
+    must(pyps_open(name, PYPS_ABI, &s), "open");
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     return s;
 }

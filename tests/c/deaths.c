@@ -76,7 +76,7 @@ static pid_t child(int (*body)(pyps_store *s), const char *point) {
     if (!pid) {
         pyps_store *s;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        must(pyps_open("deaths", &s), "open");
+        must(pyps_open("deaths", PYPS_ABI, &s), "open");
         fatal = point;
         must(body(s), "the child's part");
         _exit(0);
@@ -109,7 +109,8 @@ static void two_fall(int (*body)(pyps_store *s), int signal) {
     }
     for (int i = 0; i < 4; i++) must(push_value(s, 1, PYPS_F32, &result), "push after two have fallen");
     check_parameter(s, -6);
-    must(pyps_open("deaths", &late), "open"), must(join_observer(late), "join after two have fallen");
+    must(pyps_open("deaths", PYPS_ABI, &late), "open"),
+        must(join_observer(late), "join after two have fallen");
     must(pyps_close(late), "close");
     for (int i = 0; i < 2 && signal == SIGSTOP; i++) end(fallen[i]);
     must(pyps_reap(s, NULL), "reap");

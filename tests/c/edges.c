@@ -75,7 +75,7 @@ static void out_of_descriptors(void) {
     none = limit, none.rlim_cur = 0;
     CHECK(!setrlimit(RLIMIT_NOFILE, &none), "no limit set");
     must(pyps_reap(s, &dead), "reap");
-    expect(pyps_open("edges", &other), PYPS_ESYS, "open");
+    expect(pyps_open("edges", PYPS_ABI, &other), PYPS_ESYS, "open");
     CHECK(strstr(pyps_error_message(), "open files"), "found '%s'", pyps_error_message());
     CHECK(!setrlimit(RLIMIT_NOFILE, &limit), "no limit set");
     CHECK(!dead, "a process without descriptors found %u dead", dead);
@@ -161,6 +161,41 @@ static void taken_journal(void) {
         CHECK(written > 0 && lseek(file, 0, SEEK_END) == written, "the journal is written to");
     }
     must(pyps_close(s), "close"), must(close(file), "close"), must(remove(path), "remove");
+}
+
+static pyps_store *forked_store;
+
+static void close_in_child(void) {
+    int status;
+    pid_t child = fork();
+    if (!child) {
+        must(pyps_close(forked_store), "close in the child");
+        expect(pyps_close(forked_store), PYPS_EINVAL, "second close in the child");
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status),
+          "the child ended with status %d", status);
+}
+
+/* A child that is forked while another thread ends a crew has a handle whose crew is half gone. */
+static void fork_while_a_crew_ends(void) {
+    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {20 * PARAMETERS}};
+    static const uint32_t batches[] = {4};
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    config.max_participants = 16;
+    must(pyps_create("edges", PYPS_ABI, &config, &forked_store), "create");
+    must(pyps_join(forked_store, PYPS_WORKER, -1, NULL), "join");
+    for (uint32_t threads = 4; threads; threads--) { /* some of them, then those that leave has */
+        must(pyps_set_threads(forked_store, 4, NULL), "threads");
+        CHECK(crew_threads(forked_store) == 4, "%u threads", crew_threads(forked_store));
+        armed = "crew.ending", meddle = close_in_child;
+        must(pyps_set_threads(forked_store, 1, NULL), "one thread");
+        CHECK(!armed, "no child was forked");
+    }
+    must(pyps_set_threads(forked_store, 4, NULL), "threads");
+    armed = "crew.ending";
+    must(pyps_close(forked_store), "close");
+    CHECK(!armed, "no child was forked");
 }
 
 static void *push_in_thread(void *argument) {
@@ -300,7 +335,7 @@ static void unknown_policy(void) {
     if (!pid) {
         pyps_store *s;
         CHECK(read(ready_pipe[0], &byte, 1) == 1, "no word from the parent");
-        expect(pyps_open("edges", &s), PYPS_EPOLICY, "open");
+        expect(pyps_open("edges", PYPS_ABI, &s), PYPS_EPOLICY, "open");
         exit(0);
     }
     must(pyps_set_custom(&(pyps_custom){.size = sizeof(pyps_custom), .start = allow, .push = admit}), "set");
@@ -319,7 +354,7 @@ static struct view *present(const pyps_store *s) {
 static void damaged_ranks(void) {
     pyps_store *s = created(2, PYPS_BSP, 60), *other;
     pyps_claim claim;
-    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join"), must(pyps_open("edges", &other), "open");
+    must(pyps_join(s, PYPS_WORKER, 0, NULL), "join"), must(pyps_open("edges", PYPS_ABI, &other), "open");
     must(pyps_join(other, PYPS_OBSERVER, -1, NULL), "join"); /* its own view a handle does not read */
     struct view *v = present(s);
     struct member *own = view_member(v, s->slot), *stranger = view_member(v, 7);
@@ -476,11 +511,11 @@ static void full_house(void) {
     pyps_hyper hyper;
     uint32_t dead = 9;
     for (int i = 0; i < 8; i++) {
-        must(pyps_open("edges", &every[i]), "open");
+        must(pyps_open("edges", PYPS_ABI, &every[i]), "open");
         must(pyps_join(every[i], i ? PYPS_OBSERVER : PYPS_WORKER, -1, NULL), "join");
     }
     must(push_value(every[0], 1, PYPS_F32, &result), "push");
-    must(pyps_open("edges", &watcher), "open");
+    must(pyps_open("edges", PYPS_ABI, &watcher), "open");
     must(pyps_get_status(watcher, &status), "status");
     must(pyps_get_hyper(watcher, &hyper, 1), "hyper");
     must(pyps_reap(watcher, &dead), "reap");
@@ -499,7 +534,7 @@ static void huge_round(void) {
     pyps_push_result result;
     pyps_claim claim;
     uint32_t staging;
-    must(pyps_create("edges", &config, &s), "create");
+    must(pyps_create("edges", PYPS_ABI, &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join"), other = joined();
     must(pyps_start(s, 1, &claim), "start"), must(pyps_stage(s, 1, &staging), "stage");
     expect(push_staging(s, staging, 1, claim.count, &result), PYPS_ETIMEDOUT, "push");
@@ -516,12 +551,12 @@ static void needless_correction(void) {
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s, *opened;
     config.policy_params.correction = 0.5;
-    expect(pyps_create("edges", &config, &s), PYPS_EINVAL, "create");
+    expect(pyps_create("edges", PYPS_ABI, &config, &s), PYPS_EINVAL, "create");
     s = created(1, PYPS_ASP, 60);
     s->header->geometry.policy_params.correction = 0.5;
     s->header->checksum = geometry_checksum(&s->header->geometry, (void *)(s->base + s->layout.tensors),
                                             (void *)(s->base + s->layout.groups));
-    expect(pyps_open("edges", &opened), PYPS_ECORRUPT, "open");
+    expect(pyps_open("edges", PYPS_ABI, &opened), PYPS_ECORRUPT, "open");
     must(pyps_close(s), "close");
 }
 
@@ -533,9 +568,9 @@ static void false_master(void) {
     pyps_config config = small_config(tensors, batches, 1, PYPS_ASP);
     config.tensors = config.groups = 2, config.master = PYPS_F16;
     pyps_store *s, *opened;
-    expect(pyps_create("edges", &config, &s), PYPS_EINVAL, "create");
+    expect(pyps_create("edges", PYPS_ABI, &config, &s), PYPS_EINVAL, "create");
     config.master = PYPS_BF16;
-    must(pyps_create("edges", &config, &s), "create");
+    must(pyps_create("edges", PYPS_ABI, &config, &s), "create");
     struct geometry *g = &s->header->geometry, good = *g;
     const struct {
         uint32_t master, averaged;
@@ -547,7 +582,7 @@ static void false_master(void) {
         struct layout layout;
         if (!layout_compute(g, &layout)) s->header->bytes = layout.bytes;
         must(ftruncate(s->fd, (off_t)s->header->bytes), "size");
-        expect(pyps_open("edges", &opened), PYPS_ECORRUPT, "open");
+        expect(pyps_open("edges", PYPS_ABI, &opened), PYPS_ECORRUPT, "open");
     }
     *g = good;
     must(pyps_close(s), "close");
@@ -640,6 +675,7 @@ static const struct test_case tests[] = {
     {"out-of-locks", out_of_locks},
     {"taken-descriptor", taken_descriptor},
     {"taken-journal", taken_journal},
+    {"fork-while-a-crew-ends", fork_while_a_crew_ends},
     {"first-thread-ends", first_thread_ends},
     {"staging-in-round", staging_in_round},
     {"retry-in-round", retry_in_round},

@@ -76,8 +76,8 @@ static void make_good(struct good *g) {
     config.master = g->policy == PYPS_R2SP ? PYPS_BF16 : PYPS_F32;
     config.round_timeout_seconds = SECONDS;
     pyps_store *stores[3];
-    must(pyps_create("fuzz", &config, &stores[0]), "create");
-    for (uint32_t i = 1; i < g->ranks; i++) must(pyps_open("fuzz", &stores[i]), "open");
+    must(pyps_create("fuzz", PYPS_ABI, &config, &stores[0]), "create");
+    for (uint32_t i = 1; i < g->ranks; i++) must(pyps_open("fuzz", PYPS_ABI, &stores[i]), "open");
     for (uint32_t i = 0; i < g->ranks; i++) must(pyps_join(stores[i], PYPS_WORKER, (int)i, NULL), "join");
     for (uint32_t codec = 0; codec < 4; codec++) push_each(stores, g->ranks, codec, 0);
     push_each(stores, g->ranks - 1, PYPS_F32, 0);
@@ -125,7 +125,7 @@ static void use(pyps_store *s) {
     sequence = pyps_get_status(s, &status) ? 0 : status.sequence;
     pyps_pull(s, flat, &version);
     pyps_snapshot(s, flat, NULL, NULL, SECONDS, &version);
-    uint32_t two = !pyps_open("fuzz", &both[1]) && !pyps_join(both[1], PYPS_WORKER, -1, NULL);
+    uint32_t two = !pyps_open("fuzz", PYPS_ABI, &both[1]) && !pyps_join(both[1], PYPS_WORKER, -1, NULL);
     push_each(both, 1 + two, PYPS_F32, SECONDS), push_each(both, 1 + two, PYPS_INT8, 0);
     pyps_should_continue(s, 1, 1, &advice), pyps_start_ahead(s, &claim);
     pyps_close(both[1]);
@@ -153,7 +153,7 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size) {
     CHECK(fd >= 0 && write(fd, damaged, bytes) == (ssize_t)bytes, "segment not written");
     close(fd);
     pyps_store *store;
-    if (pyps_open("fuzz", &store) == PYPS_OK) {
+    if (pyps_open("fuzz", PYPS_ABI, &store) == PYPS_OK) {
         use(store);
         pyps_close(store);
     }

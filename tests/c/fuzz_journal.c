@@ -38,7 +38,8 @@ static void run_a_store(struct good *good, const char *journal) {
     pyps_store *s[2];
     pyps_push_result result;
     config.max_participants = 4, config.policy_params.slack = 0;
-    must(pyps_create("journal", &config, &s[0]), "create"), must(pyps_open("journal", &s[1]), "open");
+    must(pyps_create("journal", PYPS_ABI, &config, &s[0]), "create"),
+        must(pyps_open("journal", PYPS_ABI, &s[1]), "open");
     for (int i = 0; i < 2; i++)
         must(pyps_journal(s[i], journal), "journal"), must(pyps_join(s[i], PYPS_WORKER, i, NULL), "join");
     for (int i = 0; i < ROUNDS; i++) {
@@ -59,9 +60,10 @@ static void run_a_store(struct good *good, const char *journal) {
 static void make_good(struct good *good) {
     struct stat status;
     pyps_replay_result result;
-    int fd = memfd_create("journal", 0);
-    CHECK(fd >= 0, "no memory");
-    run_a_store(good, path_of(fd));
+    char path[] = "/tmp/pyps-journal-XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0, "no file");
+    run_a_store(good, path), unlink(path);
     must(pyps_replay(path_of(fd), &result), "replay of what was written");
     CHECK(result.decisions > ROUNDS && !result.differences, "found %s", result.first);
     CHECK(!fstat(fd, &status) && (good->bytes = malloc((size_t)status.st_size)), "no memory");

@@ -4,6 +4,7 @@
  */
 #include <fcntl.h>
 #include <math.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "common.h"
@@ -16,7 +17,7 @@ static const pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}
 static pyps_store *created(void) {
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s;
-    must(pyps_create("misuse", &config, &s), "create");
+    must(pyps_create("misuse", PYPS_ABI, &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     return s;
 }
@@ -33,6 +34,7 @@ static void null_handles(void) {
     REFUSED(pyps_reap(NULL, &count));
     REFUSED(pyps_stage(NULL, 1, &count));
     REFUSED(pyps_pull(NULL, flat, &version));
+    REFUSED(pyps_pull_encoded(NULL, PYPS_INT8, flat, sizeof flat, &version));
     REFUSED(pyps_remove(NULL));
     REFUSED(pyps_state_end(NULL));
     REFUSED(pyps_wait(NULL, 0, 0));
@@ -70,14 +72,14 @@ static void null_arguments(void) {
     uint64_t version;
     float flat[FLAT];
     null_handles(), null_results(s);
-    REFUSED(pyps_create("other", NULL, &other));
-    REFUSED(pyps_create("other", &config, NULL));
-    REFUSED(pyps_create(NULL, &config, &other));
-    REFUSED(pyps_open("misuse", NULL));
-    REFUSED(pyps_open(NULL, &other));
+    REFUSED(pyps_create("other", PYPS_ABI, NULL, &other));
+    REFUSED(pyps_create("other", PYPS_ABI, &config, NULL));
+    REFUSED(pyps_create(NULL, PYPS_ABI, &config, &other));
+    REFUSED(pyps_open("misuse", PYPS_ABI, NULL));
+    REFUSED(pyps_open(NULL, PYPS_ABI, &other));
     REFUSED(pyps_unlink(NULL, 0));
     REFUSED(pyps_probe("misuse", NULL));
-    REFUSED(pyps_restore("other", &config, NULL, &other));
+    REFUSED(pyps_restore("other", PYPS_ABI, &config, NULL, &other));
     REFUSED(pyps_push(s, NULL, &result));
     REFUSED(pyps_push(s, &args, NULL));
     REFUSED(pyps_exchange(s, &args, flat, NULL, &version));
@@ -100,16 +102,62 @@ static void averaged_alone(void) {
     pyps_store *s;
     float room[2 * FLAT];
     uint64_t version;
-    must(pyps_create("misuse", &config, &s), "create"), must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
+    must(pyps_create("misuse", PYPS_ABI, &config, &s), "create"),
+        must(pyps_join(s, PYPS_WORKER, -1, NULL), "join");
     REFUSED(pyps_pull_encoded(s, PYPS_INT8, room + FLAT, 4, &version));
     must(pyps_pull_encoded(s, PYPS_INT8, room, 4 * FLAT, &version), "pull");
     must(pyps_close(s), "close");
 }
 
 static void double_close(void) {
-    pyps_store *s = created();
+    pyps_store *s = created(), *other;
+    pyps_status status;
+    for (int i = 0; i < 100; i++) { /* so that an address would be used again */
+        must(pyps_close(s), "close");
+        REFUSED(pyps_close(s));
+        must(pyps_open("misuse", PYPS_ABI, &other), "open");
+        REFUSED(pyps_close(s));
+        must(pyps_get_status(other, &status), "status of the other");
+        s = other;
+    }
     must(pyps_close(s), "close");
-    REFUSED(pyps_close(s));
+}
+
+/* A program of an earlier header, whose open has two arguments and whose structs are smaller. */
+static void other_abi(void) {
+    pyps_store *s = created(), *out = (pyps_store *)&out;
+    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
+    const uint32_t theirs[] = {PYPS_ABI - 1, PYPS_ABI + 1, (uint32_t)(uintptr_t)&out};
+    for (int i = 0; i < 3; i++) {
+        expect(pyps_open("misuse", theirs[i], &out), PYPS_EABI, "open");
+        expect(pyps_create("other", theirs[i], &config, &out), PYPS_EABI, "create");
+        expect(pyps_open("misuse", theirs[i], NULL), PYPS_EABI, "open with what lay in a register");
+    }
+    CHECK(out == (pyps_store *)&out, "a caller of another ABI was written over");
+    must(pyps_close(s), "close");
+}
+
+/* What a journal would be appended to, and which is none. */
+static void other_files(void) {
+    char folder[] = "/tmp/pyps-misuse-XXXXXX", path[64];
+    pyps_store *s = created();
+    pyps_replay_result result;
+    CHECK(mkdtemp(folder) && !chdir(folder), "no folder");
+    int fd = open("mine", O_RDWR | O_CREAT, 0600);
+    CHECK(fd >= 0 && write(fd, "12345678", 8) == 8, "no file");
+    CHECK(!mkfifo("pipe", 0600) && !symlink("new", "link") && !symlink("mine", "old"), "no special files");
+    static const char *const names[] = {"mine", "pipe", "link", "old", "/dev/null"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        expect(pyps_journal(s, names[i]), PYPS_ECORRUPT, names[i]);
+        CHECK(s->journal < 0, "%s is open", names[i]);
+    }
+    expect(pyps_replay("pipe", &result), PYPS_ECORRUPT, "replay of a pipe");
+    CHECK(lseek(fd, 0, SEEK_END) == 8 && access("new", F_OK), "another file was written to");
+    must(pyps_journal(s, "new"), "journal"), must(pyps_journal(s, "new"), "the same again");
+    must(pyps_replay("new", &result), "replay"), must(pyps_close(s), "close");
+    for (size_t i = 0; i < 4; i++) CHECK(!unlink(names[i]), "not removed");
+    snprintf(path, sizeof path, "%s/new", folder);
+    CHECK(!close(fd) && !unlink(path) && !rmdir(folder), "not removed");
 }
 
 /* A constant that is not a number would make every parameter one. */
@@ -143,7 +191,7 @@ static void truncated(void) {
 static void other_clock(void) {
     pyps_store *s = created(), *other;
     s->header->clock_offset += 1000;
-    expect(pyps_open("misuse", &other), PYPS_EABI, "open");
+    expect(pyps_open("misuse", PYPS_ABI, &other), PYPS_EABI, "open");
     must(pyps_close(s), "close");
 }
 
@@ -191,8 +239,8 @@ static void other_sizes(pyps_store *s) {
     pyps_ticket as = {.scale = 1};
     pyps_push_args push = {.size = sizeof push, .hyper = &(pyps_hyper){.lr = 1}, .decided = &as};
     pyps_config config = {.size = sizeof config, .ranks = 1, .batches = batches};
-    REFUSED(pyps_create("other", &(pyps_config){.ranks = 1}, &made));
-    REFUSED(pyps_restore("other", &config, &(pyps_state){.ranks = 1}, &made));
+    REFUSED(pyps_create("other", PYPS_ABI, &(pyps_config){.ranks = 1}, &made));
+    REFUSED(pyps_restore("other", PYPS_ABI, &config, &(pyps_state){.ranks = 1}, &made));
     REFUSED(pyps_push(s, &push, &result));
     REFUSED(pyps_set_data_set(s, &(pyps_data_set){.length = 1}));
     REFUSED(pyps_set_cost_model(s, &(pyps_cost_model){.max_batch = 1}));
@@ -222,10 +270,10 @@ static const struct {
     const char *name;
     void (*body)(void);
 } tests[] = {
-    {"null-arguments", null_arguments}, {"double-close", double_close},
-    {"constants", constants},           {"sizes", sizes},
-    {"truncated", truncated},           {"other-clock", other_clock},
-    {"changed-tensor", changed_tensor}, {"averaged-alone", averaged_alone},
+    {"null-arguments", null_arguments}, {"double-close", double_close}, {"other-abi", other_abi},
+    {"other-files", other_files},       {"constants", constants},       {"sizes", sizes},
+    {"truncated", truncated},           {"other-clock", other_clock},   {"changed-tensor", changed_tensor},
+    {"averaged-alone", averaged_alone},
 };
 
 int main(int argc, char **argv) {

@@ -65,6 +65,8 @@ DEATHS = (
 MISUSE = (
     "null-arguments",
     "double-close",
+    "other-abi",
+    "other-files",
     "constants",
     "sizes",
     "truncated",
@@ -101,6 +103,7 @@ EDGES = (
     "out-of-locks",
     "taken-descriptor",
     "taken-journal",
+    "fork-while-a-crew-ends",
     "first-thread-ends",
     "staging-in-round",
     "retry-in-round",
@@ -243,7 +246,7 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
     calls = [("calls", str(seed), "2000", "3") for seed in range(1, faults // 30)]
-    return [("kernels",), *commands, *fuzz, *calls, *torture]
+    return [("kernels",), *commands, ("forks", str(10 * faults)), *fuzz, *calls, *torture]
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ static void let_go(struct stalled *s) {
 
 static pyps_store *joined(int role) {
     pyps_store *s;
-    must(pyps_open("protocol", &s), "open");
+    must(pyps_open("protocol", PYPS_ABI, &s), "open");
     must(pyps_join(s, role, -1, NULL), "join");
     return s;
 }
@@ -204,13 +204,13 @@ static void late_remover(pyps_store *worker) {
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s, *opened;
     (void)worker;
-    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    must(pyps_create("passing", PYPS_ABI, &config, &s), "create"), must(pyps_close(s), "close");
     stall(&remover, NULL, run_unlink, "unlink.all_joined");
     must(pyps_unlink("passing", 0), "unlink");
-    must(pyps_create("passing", &config, &s), "create again");
+    must(pyps_create("passing", PYPS_ABI, &config, &s), "create again");
     let_go(&remover);
     CHECK(remover.rc == PYPS_ENOENT, "the late remover: found %s", pyps_error_name(remover.rc));
-    must(pyps_open("passing", &opened), "the new run's segment");
+    must(pyps_open("passing", PYPS_ABI, &opened), "the new run's segment");
     must(pyps_close(opened), "close"), must(pyps_close(s), "close");
     stall(&remover, NULL, run_unlink, "unlink.checked"); /* no other may remove it now, by force or not */
     CHECK(pyps_unlink("passing", 1) == PYPS_EBUSY, "removed twice");
@@ -227,7 +227,8 @@ static void stopped_pusher(pyps_store *worker) {
     pyps_push_result result;
     pyps_store *a, *b;
     (void)worker;
-    must(pyps_create("passing", &config, &a), "create"), must(pyps_open("passing", &b), "open");
+    must(pyps_create("passing", PYPS_ABI, &config, &a), "create"),
+        must(pyps_open("passing", PYPS_ABI, &b), "open");
     must(pyps_join(a, PYPS_WORKER, 0, NULL), "join"), must(pyps_join(b, PYPS_WORKER, 1, NULL), "join");
     stall(&pusher, a, run_push, "push.admitted");
     awaited = 0;
@@ -252,8 +253,8 @@ static void open_three(pyps_store **s) {
     pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
     pyps_config config = small_config(&tensor, batches, 3, policy_numbered("softsync"));
     config.policy_params.splits = 1, config.max_participants = 3;
-    must(pyps_create("passing", &config, &s[0]), "create");
-    must(pyps_open("passing", &s[1]), "open"), must(pyps_open("passing", &s[2]), "open");
+    must(pyps_create("passing", PYPS_ABI, &config, &s[0]), "create");
+    must(pyps_open("passing", PYPS_ABI, &s[1]), "open"), must(pyps_open("passing", PYPS_ABI, &s[2]), "open");
     for (int k = 0; k < 3; k++) must(pyps_join(s[k], PYPS_WORKER, k, NULL), "join");
 }
 
@@ -301,7 +302,7 @@ static void late_closer(pyps_store *worker) {
 
 static void *run_open(void *argument) {
     self = argument;
-    self->rc = pyps_open("passing", &self->store);
+    self->rc = pyps_open("passing", PYPS_ABI, &self->store);
     return NULL;
 }
 
@@ -315,7 +316,7 @@ static void fork_while_opening(pyps_store *worker) {
     int ready[2];
     char byte;
     (void)worker;
-    must(pyps_create("passing", &config, &s), "create"), must(pyps_close(s), "close");
+    must(pyps_create("passing", PYPS_ABI, &config, &s), "create"), must(pyps_close(s), "close");
     stall(&opener, NULL, run_open, "open.begun");
     CHECK(!pipe(ready), "no pipe");
     pid_t child = fork();
@@ -333,7 +334,7 @@ static void anonymous_reader(pyps_store *worker) {
     static struct stalled pusher;
     pyps_status status;
     pyps_store *reader;
-    must(pyps_open("protocol", &reader), "open");
+    must(pyps_open("protocol", PYPS_ABI, &reader), "open");
     stall(&pusher, worker, run_push, "push.admitted");
     must(pyps_get_status(reader, &status), "status");
     uint64_t applied = word_version(load_acquire(&reader->words[0]));
@@ -376,7 +377,7 @@ static void run(size_t test) {
     pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
     pyps_store *s;
     config.round_timeout_seconds = tests[test].round_timeout;
-    must(pyps_create("protocol", &config, &s), "create");
+    must(pyps_create("protocol", PYPS_ABI, &config, &s), "create");
     must(pyps_join(s, PYPS_WORKER, 0, NULL), "join");
     tests[test].body(s);
     must(pyps_close(s), "close");

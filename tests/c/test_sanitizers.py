@@ -62,6 +62,11 @@ def test_a_process_at_its_limits(folder: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_forks_beside_a_crew_are_clean(folder: Path) -> None:
+    done = programs.run(programs.build(folder, "forks", "address"), "200")
+    assert done.returncode == 0, done.stderr
+
+
 def test_kernels_and_codecs_are_clean(folder: Path) -> None:
     done = programs.run(programs.build(folder, "kernels", "address"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,7 @@ void pyps_failpoint(const char *name) { (void)name; }
 
 static pyps_store *opened(void) {
     pyps_store *s;
-    must(pyps_open("threads", &s), "open");
+    must(pyps_open("threads", PYPS_ABI, &s), "open");
     munmap(s->base, s->layout.bytes);
     s->base = first->base, s->header = first->header, s->slots = first->slots, s->words = first->words;
     s->saved = first->saved, s->owners = first->owners, s->view_owners = first->view_owners;
@@ -218,7 +218,7 @@ int main(int argc, char **argv) {
     uint32_t batches[] = {1, 2, 3, 4};
     pyps_config config = small_config(&tensor, batches, STEADY + 1, policy_numbered(argv[1]));
     config.max_participants = 12 + STEADY * crew;
-    must(pyps_create("threads", &config, &first), "create");
+    must(pyps_create("threads", PYPS_ABI, &config, &first), "create");
     if (first->policy->stages) push_hyper = (pyps_hyper){.lr = 2, .clip_norm = STEP * sqrtf(PARAMETERS) / 2};
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, bodies[i], NULL), "no thread");
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);

@@ -296,7 +296,7 @@ static void live(int child, unsigned seed) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     srand(seed);
     draw_fault();
-    must(pyps_open("torture", &s), "open");
+    must(pyps_open("torture", PYPS_ABI, &s), "open");
     if (child < WORKERS) work(s, child);
     else if (child == WORKERS) observe(s);
     else reap(s);
@@ -410,7 +410,7 @@ static pyps_store *created(const char *policy, unsigned staging_buffers) {
     config.policy_params.bound = 1;
     config.round_timeout_seconds = ROUND_TIMEOUT_SECONDS;
     pyps_store *s;
-    must(pyps_create("torture", &config, &s), "create");
+    must(pyps_create("torture", PYPS_ABI, &config, &s), "create");
     return s;
 }
 

@@ -20,7 +20,7 @@ from pyps.simulate import replay
 from pyps.store.policies import Policy
 
 BYTES, SEQUENCE, VERDICT, KIND, NOW = (
-    0,
+    4,
     8,
     24,
     32,
@@ -71,7 +71,7 @@ def entries(data: bytes) -> list[int]:
     at, found = 0, []
     while at < len(data):
         found.append(at)
-        at += struct.unpack_from("<Q", data, at + BYTES)[0]
+        at += struct.unpack_from("<I", data, at + BYTES)[0]
     return found
 
 
@@ -102,7 +102,7 @@ def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
     journal = journalled(tmp_path, "asp")
     data = journal.read_bytes()
     at = [at for at in entries(data) if commits_a_push(data, at)][-2]
-    size = struct.unpack_from("<Q", data, at)[0]
+    size = struct.unpack_from("<I", data, at + BYTES)[0]
     journal.write_bytes(data[:at] + data[at + size :])
     assert replay(journal).missing_events > 0
     journal.write_bytes(data[:-3])  # the last entry, cut short

@@ -196,7 +196,7 @@ int main(void) {
                           .policy = PYPS_ASP, .ranks = 1, .groups = 1, .tensors = 1,
                           .batches = &batch, .tensor = &tensor};
     pyps_store *store, *other;
-    must(pyps_create("first", &config, &store));
+    must(pyps_create("first", PYPS_ABI, &config, &store));
     must(pyps_join(store, PYPS_WORKER, 0, NULL));
     for (int k = 0; k < 3; k++) must(one_step(store, weights, half));
     config.chunk_params = 2048;

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from roles_table import VERBS, filled, table
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
@@ -29,6 +30,32 @@ PROMISES = {
     "only a model that has lost a shard can be removed": (
         "shards/test_identities.py::test_a_head_whose_shards_are_there_stays"
     ),
+    "connections, sessions, calls under way": (
+        "remote/test_one_key.py::test_connections_of_one_key_leave_room_for_the_handshakes_of_others"
+    ),
+    "New workers of one key get at most half": (
+        "remote/test_one_key.py::test_new_workers_of_one_key_leave_planned_ranks_theirs"
+    ),
+    "it joins as these ranks alone, and does not re-plan": (
+        "remote/test_one_key.py::test_a_key_that_is_bound_to_ranks_joins_as_these_and_does_not_plan"
+    ),
+    "`remove_head` also needs a shard that is lost": (
+        "shards/test_identities.py::test_a_head_whose_shards_are_there_stays"
+    ),
+    "at most 16,777,216 samples": "remote/test_one_key.py::test_a_plan_has_a_sane_bound",
+    "removes the store that it made, never another": (
+        "remote/test_one_key.py::test_a_server_that_ends_leaves_another_store_of_its_name"
+    ),
+    "a policy of your own needs `--policy` again": (
+        "run/test_files_from_elsewhere.py::test_a_policy_is_imported_only_if_the_user_names_it"
+    ),
+    "remove no store but one of a run alone": (
+        "run/test_files_from_elsewhere.py::test_a_store_that_run_json_names_is_not_removed"
+    ),
+    "A link or a pipe in a resumed folder is refused": (
+        "run/test_files_from_elsewhere.py::test_a_link_in_a_resumed_folder_is_not_followed"
+    ),
+    "appends to nothing but journals": "c/test_c.py::test_what_is_wrong_is_an_error",
     "all who reach it can read and change the store": "remote/test_keys.py::test_an_insecure_server_says_so",
     "Key files must be yours": "remote/test_keys.py::test_what_another_user_owns_is_refused",
     "listens on loopback": "metrics/test_sinks.py::test_prometheus_serves_gauges_on_this_machine_alone",
@@ -58,3 +85,9 @@ def test_a_promise_stands_there_and_has_its_test(promise: str) -> None:
     assert promise in TEXT
     path, name = PROMISES[promise].split("::")
     assert re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_table_of_roles_is_that_of_the_code() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert filled(text) == text, "python tests/helpers/roles_table.py"
+    assert all(f"`{name}`" in table() for name in VERBS)

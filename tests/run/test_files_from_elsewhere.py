@@ -1,0 +1,128 @@
+"""A run's folder or a checkpoint that another has made: it runs nothing, and leads nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from run_scripts import script
+from run_tools import make_plan
+from typer.testing import CliRunner
+
+import pyps
+from pyps.checkpoint.folder import MANIFEST, verify_folder
+from pyps.checkpoint.state import save
+from pyps.cli.run import app
+from pyps.errors import InputError
+from pyps.formats import Plan, RunMode, write_json
+from pyps.formats.setup import SETUP_FILE, read_setup
+from pyps.run.options import RunOptions
+from pyps.run.resume import continue_folder, new_store
+from pyps.run.spec import prepare, write_setup
+from pyps.store.store import Store
+
+EVIL = "from pathlib import Path\nPath('ran').touch()\n"
+
+
+@pytest.fixture
+def run_dir(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run that has not begun to train; a module lies in the current folder."""
+    (tmp_path / "evilmod.py").write_text(EVIL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "plan.json", make_plan())
+    spec = prepare(tmp_path / "plan.json", script(tmp_path), RunOptions(samples=8, run_dir=tmp_path / "out"))
+    write_setup(spec)
+    return spec.run_dir
+
+
+def make_store(name: str, keep: bool = False) -> Store:
+    return pyps.Store.create(name, {"w": np.ones(8, np.float32)}, batches=[4], keep=keep)
+
+
+def change_setup(run_dir: Path, **changes: Any) -> None:
+    raw = json.loads((run_dir / SETUP_FILE).read_bytes())
+    raw.update(changes)
+    (run_dir / SETUP_FILE).write_text(json.dumps(raw), encoding="utf-8")
+
+
+def test_a_store_that_run_json_names_is_not_removed(run_dir: Path, shm: Path) -> None:
+    """But one of a run alone, by a name that only that run has."""
+    own = new_store()
+    for name in ("precious", "run-1-precious", own):
+        make_store(name, keep=True).close()
+        change_setup(run_dir, store=name)
+        continue_folder(run_dir, 0, run_dir / "run.jsonl")
+        left = shm / f"pyps-{name}"
+        assert left.exists() == (name != own)
+        left.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("where", ["options", "plan", "checkpoint", "plan of a checkpoint"])
+def test_a_policy_is_imported_only_if_the_user_names_it(run_dir: Path, tmp_path: Path, where: str) -> None:
+    evil = msgspec.structs.replace(make_plan(), run=RunMode(policy="evilmod.P"))
+    resume, more = run_dir, []
+    if where == "options":
+        change_setup(run_dir, options=read_setup(run_dir).options | {"policy": "evilmod.P"})
+    elif where == "plan":
+        write_json(run_dir / "plan.json", evil)
+        change_setup(run_dir, plan_digest="")
+    else:
+        plan: Plan = evil if where.startswith("plan") else make_plan()
+        policy = None if plan is evil else "evilmod.P"
+        with make_store("run") as store:
+            resume = save(store.state(), tmp_path / "checkpoints", seed=4, policy=policy, plan=plan)
+        more = ["--samples", "100"]
+    done = CliRunner().invoke(app, ["--resume", str(resume), *more, str(tmp_path / "train.py")])
+    assert isinstance(done.exception, InputError)
+    assert "evilmod.P" in done.exception.found
+    assert "--policy evilmod.P" in done.exception.expected
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "journal", "checkpoints", "undone.jsonl", "worker-0-7.jsonl"])
+def test_a_link_in_a_resumed_folder_is_not_followed(run_dir: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "mine"
+    target.mkdir() if name == "checkpoints" else target.write_bytes(b"12345678")
+    (run_dir / name).symlink_to(target)
+    with pytest.raises(InputError, match="a link"):
+        prepare(None, script(tmp_path), RunOptions(samples=8, resume=run_dir))
+    (run_dir / name).unlink()
+    if name != "checkpoints":
+        os.mkfifo(run_dir / name)
+        with pytest.raises(InputError, match="neither a file nor a folder"):
+            prepare(None, script(tmp_path), RunOptions(samples=8, resume=run_dir))
+        assert target.read_bytes() == b"12345678"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"model.safetensors": 5},
+        {"model.safetensors": {}},
+        {"model.safetensors": {"bytes": 1}},
+        {"a.b": {"bytes": "x"}},
+        {"": {}},
+        {"a": {"bytes": 1, "sha256": 5}},
+        {"a": {"bytes": 1, "sha256": "0" * 64, "more": 5}},
+        [],
+        7,
+        None,
+    ],
+)
+def test_wrong_files_of_a_checkpoint_are_an_error(shm: Path, tmp_path: Path, files: Any) -> None:
+    with make_store("run") as store:
+        path = save(store.state(), tmp_path / "checkpoints")
+    raw = json.loads((path / MANIFEST).read_bytes())
+    raw["files"] = files
+    raw["sha256"] = hashlib.sha256(
+        msgspec.json.encode({k: v for k, v in raw.items() if k != "sha256"}, order="sorted")
+    ).hexdigest()
+    (path / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(InputError, match="files"):
+        verify_folder(path)
