@@ -1,5 +1,6 @@
-"""Uneven batches on DDP: what the hook costs, what int8 saves, whether a step takes what was planned.
+"""Uneven batches on DDP: what GlobalMean costs, what int8 saves, whether a step takes what was planned.
 
+<<<<<<< HEAD
     python benchmarks/ddp.py [hook] [link] [devices] [--save]      # all three by default
 
 hook: two gloo ranks on this machine with equal batches, 10 M parameters (--device cuda: one NCCL rank, larger
@@ -9,6 +10,16 @@ gradient into its bucket; behind a hook the scaling is a pass of its own, so it 
 has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
 hosts (network namespaces, so root) on a shaped link; all wires train to the same loss, bytes are the
 interface's own count. devices: examples/ddp/demo.py. With --save the table goes to bench-out/.
+=======
+    python benchmarks/ddp.py [mean] [link] [devices] [--docs]      # all three by default
+
+mean: two gloo ranks on this machine with equal batches (--device cuda: one NCCL rank, larger models); a round
+is one step each with plain DDP, with torch's own averaging hook and with GlobalMean, in turn. GlobalMean
+walks the loss's graph and exchanges one row, so it weighs most where a step is short. The median of the
+rounds' ratios with its 95 % interval by bootstrap. link: two hosts (network namespaces, so root) on a shaped
+link; all wires train to the same loss, bytes are the interface's own count. devices: examples/ddp/demo.py.
+With --docs the tables go to docs/results/benchmarks.md.
+>>>>>>> origin/step20
 """
 
 from __future__ import annotations
@@ -35,13 +46,14 @@ sys.path.insert(0, str(HERE.parent / "examples" / "ddp"))
 OVERHEAD, SPEEDUP, WIRE_BYTES = 0.03, 2.0, 0.27
 SMALL = 0.10  # the same, of a step of some 2 ms
 DEADLINE_SECONDS = 240
-PARTS = ("hook", "link", "devices")
-# Models of the hook's part: name, width, batch, threshold, and how many times the rounds.
+PARTS = ("mean", "link", "devices")
+# Models of the first part: name, width, batch, threshold, and how many times the rounds.
 ON_CPU = (
-    ("mlp", 1830, 256, OVERHEAD, 1),
-    ("convolutions", 512, 32, OVERHEAD, 1),
     ("mlp", 577, 16, SMALL, 10),
     ("mlp", 577, 128, OVERHEAD, 4),
+    ("mlp", 2885, 16, OVERHEAD, 1),
+    ("mlp", 2885, 128, OVERHEAD, 1),
+    ("convolutions", 512, 32, OVERHEAD, 1),
 )
 ON_GPU = (
     ("mlp", 1830, 4096, OVERHEAD, 1),
@@ -55,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="of the benchmark; all by default")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the hook's part")
-    parser.add_argument("--pairs", type=int, default=30, help="rounds of the hook's part")
-    parser.add_argument("--size", type=float, default=1.0, help="of the hook's models, relative")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the first part")
+    parser.add_argument("--pairs", type=int, default=30, help="rounds of the first part")
+    parser.add_argument("--size", type=float, default=1.0, help="of its models, relative")
     parser.add_argument("--mbit", type=float, default=200.0, help="of the link")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="on the link, for each seed and wire")
@@ -67,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in PARTS:
         if part in options.parts or not options.parts:
             with record.others_share() as others:
-                well, text = {"hook": hook, "link": link, "devices": devices}[part](options)
+                well, text = {"mean": mean, "link": link, "devices": devices}[part](options)
             print(f"{text}\n\nothers kept {others[0]:.0%} of this machine busy\n", flush=True)
             said.append(f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile.")
             kept = kept and well
@@ -77,14 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if kept else 1
 
 
-def hook(options: argparse.Namespace) -> tuple[bool, str]:
-    """The hook's overhead at equal batches."""
+def mean(options: argparse.Namespace) -> tuple[bool, str]:
+    """GlobalMean's overhead at equal batches."""
     heading = [
         "model",
         "batch",
         "plain DDP, ms",
         "torch's hook",
-        "weighted hook",
+        "GlobalMean",
         "95 % interval",
         "threshold",
     ]
@@ -95,7 +107,7 @@ def hook(options: argparse.Namespace) -> tuple[bool, str]:
         chosen = {"model": model, "width": max(16, round(width * options.size))}
         chosen["pairs"] = times * options.pairs
         more = {"batch": batch, "device": options.device}
-        found = launch("hook", chosen | more, [[]] if cuda else [[], []])[0]
+        found = launch("mean", chosen | more, [[]] if cuda else [[], []])[0]
         seconds = found["seconds"]
         plain = [took["plain"][0] for took in seconds]
         torchs, ours = (ratios(seconds, name) for name in ("torch", "pyps"))

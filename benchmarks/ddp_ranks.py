@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.tasks import TrainingTask, load_task
-from pyps.torch import weighted_hook
+from pyps.torch import GlobalMean
 
 DEVICE = "pyps0"  # the shaped link's end
 WARM_UP = 3
@@ -59,17 +59,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+<<<<<<< HEAD
 def hook(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return for each round, by way of averaging: seconds of forward and backward, and of this thread's own
     work.
     """
+=======
+def mean(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Of each round, by way of averaging: seconds of forward and backward, and of this thread's own work."""
+>>>>>>> origin/step20
     torch.manual_seed(0)
     device = torch.device(chosen.device)
     task = task_of(chosen.model, chosen.width)
     modules = {name: copy.deepcopy(task.model).to(device) for name in ("plain", "torch", "pyps")}
     models = {name: DistributedDataParallel(module) for name, module in modules.items()}
     models["torch"].register_comm_hook(dist.group.WORLD, allreduce_hook)
-    weighted_hook(models["pyps"])
+    weighed = GlobalMean(models["pyps"])
     inputs, targets = (part.to(device) for part in task.make_batch(chosen.batch))
     names, seconds = list(models), []
     for number in range(chosen.pairs + WARM_UP):
@@ -80,9 +85,15 @@ def hook(chosen: argparse.Namespace) -> dict[str, Any]:
             dist.barrier()
             synchronize(device)
             began, worked = time.perf_counter(), time.thread_time()
-            task.loss(models[name](inputs), targets).backward()
+            loss = task.loss(models[name](inputs), targets)
+            if name == "pyps":
+                weighed.backward(loss)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
             synchronize(device)
             took[name] = time.perf_counter() - began, time.thread_time() - worked
+            if name == "pyps":
+                weighed.end_step()
         seconds.append(took)
     parameters = sum(p.numel() for p in models["plain"].parameters())
     return {"seconds": seconds[WARM_UP:], "parameters": parameters}
@@ -103,7 +114,7 @@ def trained(steps: int, wire: Any, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     hidden = nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()
     ddp = DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(2048, 10)))
-    weighted_hook(ddp, wire=wire)
+    mean = GlobalMean(ddp, wire=wire)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=5e-4)
     draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     batch = 12 if dist.get_rank() == 0 else 4
@@ -116,8 +127,9 @@ def trained(steps: int, wire: Any, seed: int) -> dict[str, Any]:
             targets = teacher(inputs)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(ddp(inputs), targets)
-        loss.backward()
+        mean.backward(loss)
         optimizer.step()
+        mean.end_step()
         seconds.append(time.monotonic() - began)
         whole = torch.tensor([float(loss.detach()) * batch / 16], dtype=torch.float64)
         dist.all_reduce(whole)
@@ -142,7 +154,7 @@ def torchs_own() -> str:
     return "works"
 
 
-JOBS = {"hook": hook, "link": link}
+JOBS = {"mean": mean, "link": link}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

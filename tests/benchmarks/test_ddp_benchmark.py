@@ -1,4 +1,4 @@
-"""benchmarks/ddp.py runs, untimed: rounds of plain DDP and the hooks; f32 and int8 between two hosts."""
+"""benchmarks/ddp.py runs, untimed: rounds of plain DDP and GlobalMean; f32 and int8 between two hosts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("quick_start")
 
 
 @pytest.mark.thorough
-def test_the_hook(capfd: pytest.CaptureFixture[str]) -> None:
-    ddp.main(["hook", "--pairs", "1", "--size", "0.03"])
+def test_the_mean(capfd: pytest.CaptureFixture[str]) -> None:
+    ddp.main(["mean", "--pairs", "1", "--size", "0.03"])
     said = capfd.readouterr().out
-    assert "weighted hook" in said
+    assert "GlobalMean" in said
     assert "1 rounds of each" in said
 
 
