@@ -1,16 +1,5 @@
 """Uneven batches on DDP: what GlobalMean costs, what int8 saves, whether a step takes what was planned.
 
-<<<<<<< HEAD
-    python benchmarks/ddp.py [hook] [link] [devices] [--save]      # all three by default
-
-hook: two gloo ranks on this machine with equal batches, 10 M parameters (--device cuda: one NCCL rank, larger
-models); a round is one step each with
-plain DDP, with torch's own averaging hook and with the weighted one, in turn. DDP divides while it copies a
-gradient into its bucket; behind a hook the scaling is a pass of its own, so it weighs most where a parameter
-has little work to do (mlp). The median of the rounds' ratios with its 95 % interval by bootstrap. link: two
-hosts (network namespaces, so root) on a shaped link; all wires train to the same loss, bytes are the
-interface's own count. devices: examples/ddp/demo.py. With --save the table goes to bench-out/.
-=======
     python benchmarks/ddp.py [mean] [link] [devices] [--docs]      # all three by default
 
 mean: two gloo ranks on this machine with equal batches (--device cuda: one NCCL rank, larger models); a round
@@ -19,7 +8,6 @@ walks the loss's graph and exchanges one row, so it weighs most where a step is 
 rounds' ratios with its 95 % interval by bootstrap. link: two hosts (network namespaces, so root) on a shaped
 link; all wires train to the same loss, bytes are the interface's own count. devices: examples/ddp/demo.py.
 With --docs the tables go to docs/results/benchmarks.md.
->>>>>>> origin/step20
 """
 
 from __future__ import annotations
@@ -73,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=200.0, help="of the link")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="on the link, for each seed and wire")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--docs", action="store_true")
     options = parser.parse_args(arguments)
     kept, said = True, []
     for part in PARTS:
@@ -83,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{text}\n\nothers kept {others[0]:.0%} of this machine busy\n", flush=True)
             said.append(f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile.")
             kept = kept and well
-    if options.save:
+    if options.docs:
         section = "ddp" if options.device == "cpu" else "ddp-gpu"
-        record.save_table(section, "\n\n".join([f"{record.machine()}.", *said]))
+        record.write_section(section, "\n\n".join([f"{record.machine()}.", *said]))
     return 0 if kept else 1
 
 
@@ -129,9 +117,7 @@ def gpu() -> str:
 
 
 def ratios(seconds: list[dict[str, list[float]]], name: str, which: int = 0) -> list[float]:
-    """Return what a way takes over plain DDP, less 1, by round; which: 0 of all seconds, 1 of the thread's
-    own.
-    """
+    """What a way takes over plain DDP, less 1, by round; which: 0 of all seconds, 1 of the thread's own."""
     return [took[name][which] / took["plain"][which] - 1 for took in seconds]
 
 

@@ -1,4 +1,4 @@
-"""Define what the ranks of benchmarks/ddp.py do, by name; each prints what it found as one line of JSON."""
+"""What the ranks of benchmarks/ddp.py do, by name; each prints what it found as one line of JSON."""
 
 from __future__ import annotations
 
@@ -59,15 +59,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-<<<<<<< HEAD
-def hook(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return for each round, by way of averaging: seconds of forward and backward, and of this thread's own
-    work.
-    """
-=======
 def mean(chosen: argparse.Namespace) -> dict[str, Any]:
     """Of each round, by way of averaging: seconds of forward and backward, and of this thread's own work."""
->>>>>>> origin/step20
     torch.manual_seed(0)
     device = torch.device(chosen.device)
     task = task_of(chosen.model, chosen.width)
@@ -142,7 +135,7 @@ def sent_bytes() -> int:
 
 
 def torchs_own() -> str:
-    """Return what torch's own quantized hook does here."""
+    """What torch's own quantized hook does here."""
     from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
     ddp = DistributedDataParallel(copy.deepcopy(nn.Linear(256, 256)))
