@@ -28,7 +28,7 @@ MOST = {
     "pyps/tasks": 403,
     "pyps/torch": 7_238,
     "pyps/worker": 8_056,
-    "solver": 10_669,
+    "solver": 10_672,
     "profiler": 2_541,
     "csrc": 12_253,
 }
