@@ -1,13 +1,13 @@
 """Uneven batches on DDP: what GlobalMean costs, what int8 saves, whether a step takes what was planned.
 
-    python benchmarks/ddp.py [mean] [link] [devices] [--docs]      # all three by default
+    python benchmarks/ddp.py [mean] [link] [devices] [--save]      # all three by default
 
 mean: two gloo ranks on this machine with equal batches (--device cuda: one NCCL rank, larger models); a round
 is one step each with plain DDP, with torch's own averaging hook and with GlobalMean, in turn. GlobalMean
 walks the loss's graph and exchanges one row, so it weighs most where a step is short. The median of the
 rounds' ratios with its 95 % interval by bootstrap. link: two hosts (network namespaces, so root) on a shaped
 link; all wires train to the same loss, bytes are the interface's own count. devices: examples/ddp/demo.py.
-With --docs the tables go to docs/results/benchmarks.md.
+With --save the tables go to bench-out/.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=200.0, help="of the link")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="on the link, for each seed and wire")
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     kept, said = True, []
     for part in PARTS:
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{text}\n\nothers kept {others[0]:.0%} of this machine busy\n", flush=True)
             said.append(f"{text}\n\nOthers kept {others[0]:.0%} of the machine busy meanwhile.")
             kept = kept and well
-    if options.docs:
+    if options.save:
         section = "ddp" if options.device == "cpu" else "ddp-gpu"
-        record.write_section(section, "\n\n".join([f"{record.machine()}.", *said]))
+        record.save_table(section, "\n\n".join([f"{record.machine()}.", *said]))
     return 0 if kept else 1
 
 
