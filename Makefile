@@ -128,7 +128,7 @@ bench-gpu: .venv/bench
 	$(PY) benchmarks/gpu_profile.py --save
 	$(PY) benchmarks/gpu_ddp.py --save
 	$(PY) benchmarks/gpu_exchange.py --save
-	$(PY) benchmarks/ddp.py hook --device cuda --save
+	$(PY) benchmarks/ddp.py mean --device cuda --save
 
 bench-local: .venv/dev
 	$(PY) benchmarks/local_steps.py --save
