@@ -27,6 +27,7 @@
 
 PYTHON ?= python3
 FAULTS ?= 5000
+COUNT ?= 5000
 TORTURE ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
@@ -78,7 +79,7 @@ types: .venv/dev
 
 # Plans against every split of small clusters, against runs on spot machines, and of many unlike machines.
 brute-force: .venv/bench
-	$(PY) benchmarks/brute_force.py --count $(or $(COUNT),5000)
+	$(PY) benchmarks/brute_force.py --count $(COUNT)
 	$(PY) benchmarks/spot.py
 	$(PY) benchmarks/large_jobs.py
 

@@ -64,10 +64,9 @@ enum {
     PYPS_ENOENT = -4,   /* no segment of that name */
     PYPS_ENOSPC = -5,   /* the file system that holds segments is full */
     PYPS_ECORRUPT = -6, /* not a pyps segment, truncated, or damaged */
-    PYPS_EABI =
-        -7, /* a caller or a segment of another ABI; a segment of another byte order or time namespace */
-    PYPS_EPERM = -8, /* another user's segment, or one that others may write */
-    PYPS_EFULL = -9, /* no free participant slot, rank or buffer */
+    PYPS_EABI = -7,     /* a caller or segment of another ABI, byte order or time namespace */
+    PYPS_EPERM = -8,    /* another user's segment, or one that others may write */
+    PYPS_EFULL = -9,    /* no free participant slot, rank or buffer */
     PYPS_ETIMEDOUT = -10,
     PYPS_EFENCED = -11,   /* this participant was too late and is fenced; rejoin */
     PYPS_ESTALE = -12,    /* the snapshot was cancelled so that pushes, or another snapshot, could continue */

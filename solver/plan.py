@@ -185,7 +185,13 @@ def _fastest_solution(
         return observed(constrained, solution.batches), notes
     if constrained.may_meet and (constrained.minimises_iteration or cluster.run.local_steps is None):
         return solve_within_limits(cluster, ranks, constrained), []
-    joint = observed(constrained, solve_within_limits(cluster, ranks, constrained).batches)
+    most = _most_throughput(cluster, ranks, constrained)
+    try:
+        joint = observed(constrained, solve_within_limits(cluster, ranks, constrained).batches)
+    except Infeasible:
+        if most is None:
+            raise
+        return observed(constrained, most.batches), []  # whose longest step is too long for the price's front
     if constrained.minimises_iteration or cluster.run.local_steps is not None:
         return joint, []
     found, serial = [joint], msgspec.structs.replace(cluster, run=RunTable())
@@ -194,7 +200,7 @@ def _fastest_solution(
         found.append(observed(constrained, batches))
     if even_split(constrained)[0].feasible:
         found.append(observed(constrained, even_units(constrained)))
-    if not joint.meets and (most := _most_throughput(cluster, ranks, constrained)) is not None:
+    if not joint.meets and most is not None:
         found.append(observed(constrained, most.batches))
     found = [one for one in found if one is joint or _is_affordable(cluster, ranks, one)]
     best = min(found, key=lambda solution: solution.iteration_seconds)

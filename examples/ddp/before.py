@@ -21,8 +21,8 @@ def main() -> None:
     sampler = DistributedSampler(train)
     loader = DataLoader(train, GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
     model = DistributedDataParallel(network())
-    device = EmulatedDevice(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    device = EmulatedDevice(model)
     for epoch in range(int(os.environ.get("EPOCHS", "10"))):
         sampler.set_epoch(epoch)
         for images, labels in loader:

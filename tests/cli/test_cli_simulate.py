@@ -310,7 +310,7 @@ def test_the_command_is_there(cluster: Path) -> None:
             r"host\[1\].name: found 'a' a second time",
         ),
         (
-            '[[shared]]\nname="a"\nbandwidth=1.0\n'
+            'shares = ["a"]\n[[shared]]\nname="a"\nbandwidth=1.0\n'
             '[[simulation.host]]\nname="a"\nbandwidth=2.0\nworkers=["slow"]',
             r"host\[0\].name: found 'a' a second time",
         ),
@@ -323,7 +323,7 @@ def test_bad_simulations_are_refused(cluster: Path, text: str, message: str) -> 
 
 
 def test_a_host_that_prepares_samples_may_have_the_name_of_a_link(cluster: Path) -> None:
-    one = '[[shared]]\nname="a"\nsamples_per_second=9.0\n'
+    one = 'shares = ["a"]\n[[shared]]\nname="a"\nsamples_per_second=9.0\n'
     cluster.write_text(CLUSTER + one + '[[simulation.host]]\nname="a"\nbandwidth=2.0\nworkers=["slow"]')
     assert read_cluster(cluster).simulation.host[0].name == "a"
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pyps.errors import InputError
 from pyps.torch import torchft as adapter
 from pyps.torch.torchft import ReplicaData, UnevenReplica
 
@@ -141,31 +140,6 @@ def trained(
                 steps.append([*at, list(replica.split), replica.mean.trained, len(batch[0])])
     final = None if replica is None else [p.detach() for p in replica.model.parameters()]
     return {"steps": steps, "parameters": final, "history": [str(c) for c in replica.history]}
-
-
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3).double()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(inputs).mean(0)  # type: ignore[no-any-return]
-
-
-def samples_second(group: Any) -> str:
-    """Return what is said of a model whose samples are the second dimension."""
-    singles = [dist.new_group([k]) for k in range(2)]
-    manager = Manager([((0, 1), None)], {(0, 1): group}, 0)
-    with mock.patch.object(adapter, "alone", return_value=singles[dist.get_rank()]):
-        replica = UnevenReplica(manager, TimeFirst(), ReplicaData(data(), B))
-        manager.start_quorum(set())
-        x, y = replica.batch()
-        loss = mse(replica.model(x.expand(7 + dist.get_rank(), *x.shape)), y)
-        try:
-            replica.backward(loss)
-        except InputError as error:
-            return str(error)
-    return ""
 
 
 def timed(replica: UnevenReplica, speed: float) -> None:

@@ -135,7 +135,7 @@ def test_very_many_points_are_thinned() -> None:
 def test_the_same_batch_may_be_listed_twice() -> None:
     found = select_fit([Point(batch=b, seconds=[0.1 * b, 0.11 * b]) for b in (1, 2, 2, 4)])
     assert found.band is not None
-    assert [b for b, _, _ in found.band] == [1, 2, 4]
+    assert [b for b, _, _ in found.band] == [1, 2, 3, 4]  # powers of two: a step between may lie at 3
 
 
 def test_a_line_is_what_fit_points_says() -> None:
@@ -150,7 +150,7 @@ def test_the_band_encloses_the_curve_and_widens_with_noise() -> None:
     for noise in (0.01, 0.1):
         fit = select_fit(points({b: 0.01 + 0.002 * b for b in LADDER}, noise=noise))
         assert fit.band is not None
-        assert [b for b, _, _ in fit.band] == list(LADDER)
+        assert {b for b, _, _ in fit.band} > set(LADDER)  # and what lies between powers of two
         assert all(low <= high for _, low, high in fit.band)
         widths.append(np.mean([(high - low) / (high + low) for _, low, high in fit.band]))
     assert widths[1] > 3 * widths[0]

@@ -37,6 +37,9 @@ from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks
 PARAMETERS = 1_000_000
 
 
+AMPLE = Memory(fixed_bytes=100, bytes_per_sample=10.0, budget_bytes=10**12)
+
+
 def profile(a: float, c: float = 0.01, **changes: Any) -> Profile:
     fit = Fit(
         kind="affine", fixed_seconds=c, per_sample_seconds=a, trusted_min_batch=1, trusted_max_batch=4096
@@ -175,14 +178,14 @@ def test_what_stage_3_holds_whole_is_not_saved() -> None:
 def test_a_sharded_model_travels_so_often(stage: Any, replicas: int, seconds: float) -> None:
     group = WorkerGroup(name="a", profile="p.json", count=4, bandwidth=1e9, latency=1e-4)
     sharding = Sharding(stage=stage, replicas=replicas)
-    made = make_plan(cluster(32, group, sync=RING, sharding=sharding), [profile(0.001)])
+    made = make_plan(cluster(32, group, sync=RING, sharding=sharding), [profile(0.001, memory=AMPLE)])
     assert made.sync is not None
     assert made.sync.seconds == pytest.approx(seconds)
 
 
 def test_shards_within_a_node_travel_inside_it() -> None:
     given = cluster(32, node("a", 4, count=2), sync=RING, sharding=Sharding(stage=3))
-    made = make_plan(given, [profile(0.001, 0.0)])
+    made = make_plan(given, [profile(0.001, 0.0, memory=AMPLE)])
     inside = ring(4, 1e-5, 0.004, passes=3)
     assert made.workers[0].link_seconds == pytest.approx(inside)
     assert made.sync is not None

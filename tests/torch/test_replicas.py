@@ -58,9 +58,3 @@ def test_a_batch_that_does_not_fit_comes_in_parts(ranks: Ranks) -> None:
     found = ranks.run(2, jobs.trained, [(PAIR, None), (PAIR, 3), ((0,), None), ((0,), None)], [1.0, 1.0], 12)
     steps = check(found, (0,))
     assert [step[2] for step in steps] == [[12, 12], [24], [24]]
-
-
-def test_samples_that_do_not_come_first_are_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, jobs.samples_second):
-        assert "weight: found" in said
-        assert "for 12 samples" in said
