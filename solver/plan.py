@@ -174,12 +174,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
 def _fastest_solution(
     cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
 ) -> tuple[ConstrainedSolution, list[str]]:
-    """The solution with the shortest longest step, and what is not proven of it.
-
-    Where workers do not wait for the slowest, the even split, or the one for serial rounds at 32 bits,
-    instead, if samples pass faster with it; not with local steps, which learn the less the later the slowest
-    worker's are.
-    """
+    """Return the solution with the shortest longest step, and what is not proven; or a faster split."""
     if cluster.job.is_bounded:
         solution, notes = best_for_job(cluster, ranks, constrained)
         return observed(constrained, solution.batches), notes
@@ -218,9 +213,7 @@ def _is_affordable(cluster: Cluster, ranks: Sequence[PlannedRank], solution: Con
 def _most_throughput(
     cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
 ) -> Throughput | None:
-    """The split with the most samples a second, where no worker waits and batches are not too many to try;
-    else None.
-    """
+    """Return the split with the most samples a second, where no worker waits; None of too many to try."""
     stated = cluster.run.local_steps is not None or cluster.job.is_bounded
     if constrained.pace.kind != "free" or stated or rates_of(constrained) > MOST_RATES:
         return None
