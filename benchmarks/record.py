@@ -90,7 +90,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def save_table(name: str, text: str, page: str = "benchmarks.md") -> None:
-    """Keep a table as bench-out/PAGE-NAME.md, for whoever brings that page of docs/results/ up to date."""
+    """Keep a table as bench-out/PAGE-NAME.md, from which that page of docs/results/ is brought up to date."""
     write_whole(kept_at(f"{page.removesuffix('.md')}-{name}.md"), f"{text}\n")
 
 

@@ -37,7 +37,7 @@ DENSE = 64  # points from which the planner sees the powers of two
 
 @dataclass(frozen=True)
 class Curve:
-    """A device that somebody measured: what the planner sees, what it does not, and the whole curve."""
+    """A measured device: what the planner sees, what it does not, and the whole curve."""
 
     seen: Measured
     unseen: Measured

@@ -3,7 +3,7 @@
 `terms_of(loss)` walks from the loss down through what is linear (sums, differences, products with and
 quotients by constants, casts, views, stacks of losses) to the reductions, and asks each what it divided by.
 A reduction is a mean, whose node has kept its divisor, or a sum, which the script may have divided by a count
-of its own. Whoever weighs gradients lets the gradient in at each term's node times N n / W: n is the term's
+of its own. The gradient enters at each term's node, times N n / W: n is the term's
 count on this rank, W the sum of the counts over N ranks.
 
 A sum or mean under which nothing is data (a penalty on weights) is no term here: it counts once, as it is.
