@@ -218,7 +218,9 @@ def _most_throughput(
     if constrained.pace.kind != "free" or stated or rates_of(constrained) > MOST_RATES:
         return None
     most, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
-    return most_throughput(constrained, None if most is None or price is None else (price, most))
+    with contextlib.suppress(Infeasible):  # solve_within_limits refuses it with what would help
+        return most_throughput(constrained, None if most is None or price is None else (price, most))
+    return None
 
 
 def _modes(
