@@ -98,8 +98,7 @@ def make_plan(
     group's micro-batches; None: as its profile shows.
 
     If the job names a quantile, all times are those at the iteration's quantile, and `noise` holds the fitted
-    ones. Raises
-    Infeasible, InputError, PypsError.
+    ones. Raises Infeasible, InputError, PypsError.
     """
     if pace is None and cluster.run.policy is not None:
         raise InputError("make_plan", "pace", "nothing", f"the pace of the policy {cluster.run.policy!r}")
