@@ -15,6 +15,7 @@ from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.codec import encoded_vector_bytes, name_of
+from pyps.store.policies import BSP
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
@@ -25,7 +26,7 @@ from pyps.worker.memory import AnnouncedBudget
 from pyps.worker.norms import OWN_BATCHES, normalized_by_batch
 from pyps.worker.onward import Onward, own_vectors
 from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.position import RunSchedule
+from pyps.worker.position import RuleWatch, RunSchedule
 from pyps.worker.settings import Settings
 from pyps.worker.step import Step
 from pyps.worker.transport import StepCallback, Transport, check_depth, extra_buffers
@@ -52,6 +53,7 @@ class Attached:
     local: LocalSteps | None
     weights: Weights
     changes: ScriptChanges
+    rule: RuleWatch
 
     def refresh(self, step: Step | None) -> int:
         """Pull one single version into the model, after any transfer under way; the version. step: the one
@@ -70,7 +72,9 @@ class Attached:
         """The push of a step whose gradients are in its staging buffer. position: of its learning rate."""
         binding, needs = self.binding, self.needs
         samples = step.done if step.finite else 0
-        hyper = hyper_of(self.attachment) + binding.buffers.hyper()
+        hyper = hyper_of(self.attachment)
+        self.rule.check(self.client.store, hyper)
+        hyper += binding.buffers.hyper()
         step.lr, share = hyper[0].lr, step.share
         if self.local is not None:
             step.lr, share = self.local.lr, 1.0
@@ -173,6 +177,7 @@ def attached(
         local,
         weights,
         ScriptChanges(stored),
+        RuleWatch(store.layout.policy == BSP.number and settings.depth == 1),
     )
 
 

@@ -207,10 +207,7 @@ class BufferBinding:
     """A model's averaged buffers: their way to the staging buffer, and back from the flat vector."""
 
     def __init__(
-        self,
-        groups: tuple[tuple[Averaged, ...], ...],
-        places: dict[str, Tensor],
-        device: torch.device,
+        self, groups: tuple[tuple[Averaged, ...], ...], places: dict[str, Tensor], device: torch.device
     ) -> None:
         self._groups = [BufferGroup(buffers, places, device) for buffers in groups]
         self._past = 0  # global batches before the step under way

@@ -55,12 +55,7 @@ class StoreClient:
     """
 
     def __init__(
-        self,
-        store: Store,
-        pull: Codec,
-        *,
-        budget: AnnouncedBudget | None,
-        links: EmulatedLinks | None = None,
+        self, store: Store, pull: Codec, *, budget: AnnouncedBudget | None, links: EmulatedLinks | None = None
     ) -> None:
         self.store = store
         self._links = links or EmulatedLinks()

@@ -159,14 +159,7 @@ class DeviceCopies:
 
     @torch.no_grad()
     def _start(
-        self,
-        to: torch.Tensor,
-        place: Tensor,
-        vector: HostVector,
-        first: int,
-        end: int,
-        *,
-        alone: bool = True,
+        self, to: torch.Tensor, place: Tensor, vector: HostVector, first: int, end: int, *, alone: bool = True
     ) -> None:
         """Begin the copy of what lies in this range; of what is not contiguous, when all of it is there.
 

@@ -50,6 +50,7 @@ from pyps.worker.moments import with_moments
 from pyps.worker.notice import Notice
 from pyps.worker.optimizer import OptimizerArgument, as_optimizers
 from pyps.worker.position import (
+    ON_SCHEDULE,
     RunPosition,
     RunSchedule,
     SchedulerArgument,
@@ -224,7 +225,7 @@ class Worker:
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         self._attached.client.idle = self._notice.idle
         if is_local or not schedule:
-            warn_of_other_constants(store.name, store.status().version, hyper_of(attachment), store.hyper())
+            warn_of_other_constants(store, hyper_of(attachment), "begins with", ON_SCHEDULE)
         self._begin(self._attached.binding)
         self._attached.changes.note()
 

@@ -20,9 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyps.errors import InputError
 from pyps.native.values import Hyper
+from pyps.store.store import Store
 
 ScheduleUnit = Literal["batch", "epoch"]
 SchedulerArgument = LRScheduler | Sequence[LRScheduler] | None
+ON_SCHEDULE = "with attach(..., scheduler=) its schedule goes on where the run is"
+SAME_RULE = "give all ranks the same constants: a round takes those of one rank for all"
 
 
 @dataclass(frozen=True)
@@ -129,23 +132,43 @@ def _check(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         )
 
 
-def warn_of_other_constants(
-    store: str, version: int, mine: Sequence[Hyper], theirs: Sequence[Hyper | None]
-) -> None:
-    """Warn once if a run goes on with constants that this process's optimizer does not have.
+class RuleWatch:
+    """Warns once where a store trains with other constants than this worker pushes: those of another rank.
 
-    mine: this optimizer's, a group each. theirs: the store's in force; averaged groups follow.
+    is_exact: the store's are of the round of this worker's last push, as in `bsp` without a pipeline. Else
+    they are compared only while this worker's stay as they are.
     """
-    for group, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+
+    def __init__(self, is_exact: bool) -> None:
+        self._is_exact, self._pushes, self._has_warned = is_exact, 0, False
+        self._before: tuple[Hyper, ...] = ()
+
+    def check(self, store: Store, now: tuple[Hyper, ...]) -> None:
+        """Compare before pushes 2, 3, 5, 9, ...: over a link it is a call."""
+        before, self._before, pushes = self._before, now, self._pushes
+        self._pushes += 1
+        is_due = pushes > 0 and not pushes & (pushes - 1) and (self._is_exact or before == now)
+        if is_due and not self._has_warned:
+            self._has_warned = warn_of_other_constants(store, before, "pushes with", SAME_RULE)
+
+
+def warn_of_other_constants(store: Store, mine: Sequence[Hyper], does: str, hint: str) -> bool:
+    """Warn if a run goes on with constants that this process's optimizer does not have; whether it did.
+
+    mine: this optimizer's, a group each. does: what this worker does with them. hint: what helps.
+    """
+    for group, (own, other) in enumerate(zip(mine, store.hyper(), strict=False)):
         for field in fields(Hyper):
             here, there = getattr(own, field.name), getattr(other, field.name, None)
             if other is None or np.array_equal(np.float32(here), np.float32(there)):
                 continue
             was, now = (_text(np.float32(value)) for value in (there, here))
-            found = f"group {group} is trained with {field.name} {was}; this worker begins with {now}"
-            hint = "with attach(..., scheduler=) its schedule goes on where the run is"
-            warnings.warn(f"store {store!r}, at version {version}: {found}; {hint}", stacklevel=3)
-            return
+            found = f"group {group} is trained with {field.name} {was}; this worker {does} {now}"
+            warnings.warn(
+                f"store {store.name!r}, at version {store.status().version}: {found}; {hint}", stacklevel=3
+            )
+            return True
+    return False
 
 
 def _text(constant: Any) -> str:

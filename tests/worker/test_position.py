@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -186,9 +187,62 @@ def test_a_worker_with_other_constants_and_no_schedule_warns_once(tmp_path: Any)
 
 def test_other_betas_are_said_as_well() -> None:
     mine, theirs = pyps.Hyper(lr=0.1, betas=(0.9, 0.99)), pyps.Hyper(lr=0.1)
-    said = r"is trained with betas 0\.9, 0\.999; this worker begins with 0\.9, 0\.99;"
-    with pytest.warns(UserWarning, match=said):
-        warn_of_other_constants("run", 5, [mine], [theirs])
+    said = r"is trained with betas 0\.9, 0\.999; this worker begins with 0\.9, 0\.99; a hint"
+    with pyps.Store.create(
+        "run", {"w": torch.zeros(4)}, batches=[1], optimizer="adam", policy="asp"
+    ) as store:
+        store.join(0)
+        store.start()
+        gradient = store.stage()
+        gradient["w"][:] = 1.0
+        store.push(gradient, 1, theirs)
+        with pytest.warns(UserWarning, match=said):
+            assert warn_of_other_constants(store, [mine], "begins with", "a hint")
+
+
+def rules_of_two(policy: str, scheduled: bool, **other: float) -> list[str]:
+    """What two ranks of a run warn of whose optimizers differ by `other`."""
+    workers = [pyps.join("run", r, batches=[4, 4], samples=120, seed=5, policy=policy) for r in range(2)]
+    models, together = [make_model() for _ in workers], threading.Barrier(2, timeout=30)
+
+    def body(rank: int) -> None:
+        given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0} | (other if rank else {})
+        optimizer = torch.optim.SGD(models[rank].parameters(), **given)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.9) if scheduled else None
+        workers[rank].attach(models[rank], optimizer, scheduler=scheduler)
+        for step, (x, y) in enumerate(workers[rank].batches((X, Y))):
+            backward(loss_of(models[rank], x, y))
+            workers[rank].step()
+            if step < 3:  # so that both have pushed before one of them compares
+                together.wait()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(2, body)
+        for worker in workers:
+            worker.close()
+    return [str(one.message) for one in caught if "is trained with" in str(one.message)]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize(("field", "value"), [("lr", 0.2), ("weight_decay", 0.01), ("momentum", 0.5)])
+def test_a_round_with_the_rule_of_one_rank_is_said(field: str, value: float, scheduled: bool) -> None:
+    (said,) = rules_of_two("bsp", scheduled, **{field: value})
+    assert "version 1: group 0 is trained with" in said
+    assert f"{field} " in said
+    assert "give all ranks the same constants" in said
+
+
+def test_ranks_that_wait_for_none_are_compared_too() -> None:
+    said = rules_of_two("asp", False, weight_decay=0.01)
+    assert said
+    assert all("weight_decay" in one for one in said)
+
+
+@pytest.mark.parametrize("policy", ["bsp", "asp"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_ranks_of_one_rule_say_nothing(policy: str, scheduled: bool) -> None:
+    assert rules_of_two(policy, scheduled) == []
 
 
 def test_a_round_does_not_take_the_constants_of_a_worker_that_began_again() -> None:
