@@ -32,6 +32,7 @@ from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.wire import Wire
 
+KNOWN = (bool, int, float, str, tuple, type(None))  # of an optimizer's constants: a tensor may be on a device
 _stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a step calls now
 
 
@@ -54,6 +55,7 @@ class UnevenStep:
         self.sampler, self.mean, self.balance = sampler, mean, balance
         self.backward = mean.backward
         self._model, self._optimizer, self._has_stepped = model, optimizer, False
+        mean.compared.append(self._rule)
         with suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
             optimizer.register_step_pre_hook(self._check_caller)
 
@@ -85,6 +87,12 @@ class UnevenStep:
         if any(float(rate) for rate in rates):  # torch.distributed.checkpoint makes a state with rates of 0
             expected = "step() alone: it calls that"
             raise InputError("optimizer", "step", "a call of optimizer.step()", expected)
+
+    def _rule(self) -> dict[str, Any]:
+        """What the optimizer's groups have alike on all ranks, whose models would drift apart otherwise."""
+        numbered = enumerate(self._optimizer.param_groups)
+        found = ((name, k, value) for k, group in numbered for name, value in group.items())
+        return {f"optimizer's {name} of group {k}": v for name, k, v in found if isinstance(v, KNOWN)}
 
     def save(self, folder: str | os.PathLike[str], **more: Any) -> Path:
         """Write a checkpoint of all that a run needs; more: as in pyps.torch.save. All ranks call it."""

@@ -147,6 +147,7 @@ class GlobalMean:
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
         self._held: _Held | None = None
         self._empty = False  # the next pass computes no samples of its own
+        self.compared: list[Callable[[], dict[str, Any]]] = []  # more fields that all ranks have alike
         self._unit: Any = 1.0  # what counts of micro-batches are divided by, so that 16 bits do not overflow
         self._own_counts: set[tuple[str, int]] = set()  # sums whose divisor was found to be a count
         self._losses: Callable[[], torch.Tensor | None] = lambda: None
@@ -375,6 +376,7 @@ class GlobalMean:
             "trained parameters": tuple(one.trained() for one in self.models),
             "type of the loss": str(loss.dtype),
             "terms of the loss": [(t.kind, t.is_mean, t.count is None, is_on_device(t)) for t in terms],
+            **{name: value for more in self.compared for name, value in more().items()},
         }
 
     # A pass that reduces

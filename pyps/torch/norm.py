@@ -166,10 +166,7 @@ def _own_statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, i
 
 
 def _merged(
-    mean: torch.Tensor,
-    squares: torch.Tensor,
-    count: int,
-    group: dist.ProcessGroup | None,
+    mean: torch.Tensor, squares: torch.Tensor, count: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same over all ranks, in rank order; count becomes a tensor []."""
     own = torch.cat([mean, squares, mean.new_full((1,), count)])

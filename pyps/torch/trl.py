@@ -23,11 +23,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from trl import GRPOTrainer
-from trl.trainer.utils import (
-    shuffle_sequence_dict,
-    split_pixel_values_by_grid,
-    unsplit_pixel_values_by_grid,
-)
+from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from pyps.errors import InputError
 from pyps.torch.schedule import micro_batches

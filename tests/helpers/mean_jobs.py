@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyps.errors import InputError
 from pyps.torch import GlobalMean
+from pyps.torch.compose import UnevenStep
 
 SPLITS = {2: [3, 8], 3: [5, 2, 4]}
 ROWS, TOKENS, WIDTH, CLASSES = 11, 7, 6, 5
@@ -319,6 +320,36 @@ def scaled(group: dist.ProcessGroup, unlike: bool) -> Any:
     right = float(ce(alone(D["x"]), slice(0, ROWS)))
     assert mean.loss is not None
     return max(apart(alone, model, 1024.0), abs(float(mean.loss) / right - 1))
+
+
+def precisions(group: dist.ProcessGroup, what: str) -> Any:
+    """Compute in bf16, f16 and f32, one on each rank: how far the gradient is off one process's in f32.
+
+    what: "compute", or "loss" for losses of these types, too, which are refused.
+    """
+    rows, kind = own_rows(group), (torch.bfloat16, torch.float16, torch.float32)[group.rank()]
+    model = WRAPPERS["ddp"](Net().float(), group)
+    mean = GlobalMean(model, timeout=3.0)
+    x, t = D["x"].float(), D["t"].float()
+    with torch.autocast(DEVICE.type, kind, enabled=kind != torch.float32):
+        out = model(x[rows])
+    loss = (out.float() - t[rows]).square().mean()
+    if what == "loss":
+        return said(lambda: mean.backward(loss.to(kind)))
+    mean.backward(loss)
+    alone = Net().float()
+    (alone(x) - t).square().mean().backward()
+    return apart(alone, model)
+
+
+def unlike_rule(group: dist.ProcessGroup, field: str) -> str:
+    """Return what all ranks hear of uneven() where the first one's optimizer has another constant."""
+    model, kept = WRAPPERS["ddp"](Net(), group), {"lr": 0.1, "weight_decay": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), **kept | ({field: 0.5} if group.rank() == 0 else {}))
+    mean = GlobalMean(model)
+    step = UnevenStep(model, optimizer, None, mean, None)  # type: ignore[arg-type]
+    rows = own_rows(group)
+    return said(lambda: step.backward(ce(model(D["x"][rows]), rows)))
 
 
 def unlike(group: dist.ProcessGroup, what: str) -> str:

@@ -59,6 +59,23 @@ def test_a_loss_scale(ranks: Ranks) -> None:
         assert "on rank 0, 1024 on rank 1" in said or "type of the loss" in said
 
 
+def test_ranks_may_compute_in_unlike_precisions(ranks: Ranks) -> None:
+    off = ranks.run(3, mean_jobs.precisions, "compute")
+    assert 1e-6 < max(off) < 0.02  # bf16 rounds to 2**-8
+    assert len(set(off)) == 1
+
+
+@pytest.mark.parametrize("field", ["lr", "weight_decay"])
+def test_ranks_with_another_rule(ranks: Ranks, field: str) -> None:
+    for found in ranks.run(2, mean_jobs.unlike_rule, field):
+        assert f"optimizer's {field} of group 0: found 0.5 on rank 0, 0." in found
+
+
+def test_losses_are_of_one_type(ranks: Ranks) -> None:
+    said = "type of the loss: found 'torch.bfloat16' on rank 0, 'torch.float16' on rank 1"
+    assert all(said in found for found in ranks.run(3, mean_jobs.precisions, "loss"))
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
