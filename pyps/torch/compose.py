@@ -89,7 +89,7 @@ class UnevenStep:
             raise InputError("optimizer", "step", "a call of optimizer.step()", expected)
 
     def _rule(self) -> dict[str, Any]:
-        """What the optimizer's groups have alike on all ranks, whose models would drift apart otherwise."""
+        """Return what the optimizer has alike on all ranks, whose models would drift apart otherwise."""
         numbered = enumerate(self._optimizer.param_groups)
         found = ((name, k, value) for k, group in numbered for name, value in group.items())
         return {f"optimizer's {name} of group {k}": v for name, k, v in found if isinstance(v, KNOWN)}

@@ -201,7 +201,7 @@ def test_other_betas_are_said_as_well() -> None:
 
 
 def rules_of_two(policy: str, scheduled: bool, **other: float) -> list[str]:
-    """What two ranks of a run warn of whose optimizers differ by `other`."""
+    """Return what two ranks of a run warn of whose optimizers differ by `other`."""
     workers = [pyps.join("run", r, batches=[4, 4], samples=120, seed=5, policy=policy) for r in range(2)]
     models, together = [make_model() for _ in workers], threading.Barrier(2, timeout=30)
 
