@@ -97,6 +97,7 @@ bench: .venv/bench
 	$(PY) benchmarks/shards.py --save
 	$(PY) benchmarks/solver.py --save
 	$(PY) benchmarks/ddp.py --save
+	$(PY) benchmarks/foreign.py --save
 	$(PY) benchmarks/fsdp.py --save
 	$(PY) benchmarks/adaptive.py --save
 	$(PY) benchmarks/simulate.py --full --save
