@@ -48,7 +48,7 @@ class Stopped(Exception):
 
 @dataclass
 class Run:
-    """What one rank saw: the parameters at the beginning and the end, and the seconds of each step."""
+    """Hold what one rank saw: the parameters at the beginning and the end, and the seconds of each step."""
 
     before: Any
     after: Any
