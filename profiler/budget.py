@@ -37,7 +37,7 @@ class Budget:
         return self.clock() - self.began
 
     def allows(self, seconds: float, share: float = 1.0) -> bool:
-        """Whether this share of the budget has room for something that takes so long."""
+        """Return whether this share of the budget has room for something that takes so long."""
         return self.gone + seconds <= share * self.seconds
 
     def advance(self, most: float) -> None:

@@ -28,7 +28,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What `climb` measured of one batch size."""
+    """Hold what `climb` measured of one batch size."""
 
     batch: int
     seconds: float

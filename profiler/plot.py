@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 def matplotlib_present() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

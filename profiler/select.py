@@ -152,7 +152,7 @@ def usual_noise(points: Sequence[Point]) -> float:
 def _needs_blend(
     fit: Fit, form: Form, batches: Vector, seconds: Vector, alone: Vector, followed: Vector
 ) -> bool:
-    """Whether the form alone does not do.
+    """Return whether the form alone does not do.
 
     form, fit: the form, and how it was judged. batches, seconds: the points. alone, followed: relative errors
     at batches left out, of the form and of the blend.

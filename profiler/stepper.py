@@ -36,7 +36,7 @@ BatchShapes = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is taken.
+    """Hold how a step is taken.
 
     autocast: "bf16", "f16" (with a gradient scaler on CUDA) or None. accumulate: micro-batches before each
     optimizer step. compile: use torch.compile.
@@ -52,7 +52,7 @@ class OutOfMemoryError(Exception):
 
 
 class Stepper(Protocol):
-    """What the measurement needs of a device; tests replace it."""
+    """Hold what the measurement needs of a device; tests replace it."""
 
     name: str
     kind: str

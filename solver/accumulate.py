@@ -50,7 +50,7 @@ def accumulated(
 
 
 def tries_all(at_once: int, repeats: int, unit: int, multiple: int, total: int) -> bool:
-    """Whether `accumulated` tries every size. at_once ... total: as there."""
+    """Return whether `accumulated` tries every size. at_once ... total: as there."""
     exact = _ends(at_once, repeats, multiple, total)[1]
     return min(at_once, exact) // unit * (exact // multiple) <= MOST_TRIED
 

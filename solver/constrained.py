@@ -88,17 +88,17 @@ class ConstrainedProblem:
 
     @property
     def has_side_constraints(self) -> bool:
-        """Whether more ties the workers than the sum of their batches and the synchronisation."""
+        """Return whether more ties the workers than the sum of their batches and the synchronisation."""
         return self.may_forbid or bool(self.resources)
 
     @property
     def may_forbid(self) -> bool:
-        """Whether a limit or a tie may be why a worker is left out. A resource only takes time."""
+        """Return whether a limit or a tie may be why a worker is left out. A resource only takes time."""
         return bool(self.limits or self.together)
 
     @property
     def minimises_iteration(self) -> bool:
-        """Whether the objective, the longest step, is also how long an iteration takes."""
+        """Return whether the objective, the longest step, is also how long an iteration takes."""
         return self.pace.kind != "free" and not self.pace.spare
 
     @property
@@ -109,7 +109,7 @@ class ConstrainedProblem:
 
     @property
     def may_not_bind(self) -> bool:
-        """Whether the only side constraints are links that may have time for all transfers."""
+        """Return whether the only side constraints are links that may have time for all transfers."""
         links = all(one.overlaps and one.samples_per_second is None for one in self.resources)
         return links and not self.limits and not self.together
 
@@ -306,7 +306,7 @@ def even_units(constrained: ConstrainedProblem) -> Ints:
 
 
 def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]:
-    """Whether an even split keeps every bound, its iteration time, and each worker's seconds."""
+    """Return whether an even split keeps every bound, its iteration time, and each worker's seconds."""
     problem = constrained.problem
     batch = even_units(constrained)
     within = (np.maximum(problem.min_batch, 1) <= batch) & (batch % problem.batch_multiple == 0)

@@ -145,7 +145,7 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     slower: tuple[LinkSlowdown, ...] = ()
 
     def passes(self, size: float, at: float) -> float:
-        """When a message of `size` bytes has passed that begins to at `at`, in seconds of the run."""
+        """Return when a message of `size` bytes has passed that begins to at `at`, in seconds of the run."""
         edges = sorted({edge for slow in self.slower for edge in (slow.begin, slow.end) if edge > at})
         for edge in [*edges, math.inf]:
             factors = [slow.factor for slow in self.slower if slow.begin <= at < slow.end]
@@ -189,7 +189,7 @@ class FairShares(msgspec.Struct):
         self.time = max(now, self.time)
 
     def end(self, number: int, bytes_per_second: float) -> int | None:
-        """When a message will have passed if no other comes, in nanoseconds; None: it has."""
+        """Return when a message will have passed if no other comes, in nanoseconds; None: it has."""
         passed, counter = 0.0, self.counter
         for place, (end, one) in enumerate(self.ends):
             passed += (end - counter) * (len(self.ends) - place)
@@ -211,7 +211,7 @@ def shared_links(cluster: Cluster, group: WorkerGroup) -> tuple[LinkSpec, ...]:
 
 
 def link_slowdowns(cluster: Cluster, name: str) -> tuple[LinkSlowdown, ...]:
-    """When the own link of the worker with this name is slower, as the file's faults say."""
+    """Return when the own link of the worker with this name is slower, as the file's faults say."""
     return tuple(
         LinkSlowdown(fault.at, fault.at + fault.seconds if fault.seconds else math.inf, fault.factor)
         for fault in cluster.simulation.fault

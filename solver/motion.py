@@ -62,7 +62,7 @@ class _Way:
 
 @dataclass
 class _Worker:
-    """How many of its steps have been begun, computed, and passed each point of their way."""
+    """Hold how many of its steps have been begun, computed, and passed each point of their way."""
 
     begun: int = 0
     computed: int = 0

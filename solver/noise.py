@@ -51,7 +51,7 @@ class Noise:
 
 
 def too_few(points: Sequence[Point]) -> bool:
-    """Whether there are too few timings to estimate noise."""
+    """Return whether there are too few timings to estimate noise."""
     return sum(len(p.seconds) if isinstance(p.seconds, list) else 1 for p in points) < FEWEST_TIMES
 
 

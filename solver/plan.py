@@ -202,7 +202,7 @@ def _fastest_solution(
 
 
 def _is_affordable(cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution) -> bool:
-    """Whether its samples cost no more than the cluster file allows."""
+    """Return whether its samples cost no more than the cluster file allows."""
     most, price = cluster.limits.price_per_million_samples, needs(ranks, PRICE)
     if most is None or price is None:
         return True
@@ -352,7 +352,7 @@ def _doubtful_gain(
 
 
 def _error(rank: PlannedRank) -> float:
-    """How far its profile's fit is off, relatively, at a batch that was not measured."""
+    """Return how far its profile's fit is off, relatively, at a batch that was not measured."""
     return rank.fit.leave_one_out_error or 0.0
 
 
@@ -388,7 +388,7 @@ def _target(
     solution: ConstrainedSolution,
     goodput: GoodputEstimate | None,
 ) -> TargetEstimate | None:
-    """How long the job's target takes with a solution, and at what price; None: there is no target."""
+    """Return how long the job's target takes with a solution, and at what price; None: there is no target."""
     samples = cluster.job.target
     if samples is None:
         return None

@@ -82,7 +82,7 @@ def _fastest_followed(
     with contextlib.suppress(Infeasible):
         apart = replace(constrained, trips=())
         starts.append(solve_within_limits(cluster, ranks, apart, name_least=False).batches)
-    starts.append(even_units(constrained))
+    starts += [] if constrained.pace.sized else [even_units(constrained)]
     best = best_followed(constrained, goal, starts, bound, plain=most is None)
     if best is None:
         raise Infeasible(f"no split of {constrained.problem.global_batch} was found within the limits")
@@ -116,7 +116,7 @@ def at_quantile(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace = ROU
 
 
 def _marginal_speeds(problem: Problem, batches: Ints) -> Floats:
-    """How many samples a second more time adds to each worker's batch."""
+    """Return how many samples a second more time adds to each worker's batch."""
     more = np.maximum(batches, 1) + np.maximum(1, batches // 10)
     rise = problem.costs.compute(more) - problem.costs.compute(np.maximum(batches, 1))
     flat = problem.costs.compute(np.maximum(batches, 1)) / np.maximum(batches, 1) * (more - batches)

@@ -313,7 +313,7 @@ def _check_required(ranks: Sequence[PlannedRank]) -> None:
 
 
 def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[WorkerMode]) -> Sync:
-    """How gradients are synchronised, with the bytes of these codecs.
+    """Return how gradients are synchronised, with the bytes of these codecs.
 
     Raises InputError if a bandwidth or the model's size is missing.
     """

@@ -41,7 +41,7 @@ SyncKind = Literal["none", "ring", "tree", "server"]
 
 @dataclass(frozen=True)
 class Sync:
-    """How workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
+    """Hold how workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
 
     overlap: the share o of the compute above. tail: the share e of the synchronisation. passes, replicas: p
     and r above, of a ring.
@@ -80,15 +80,15 @@ class Sync:
         return Sync(kind, links[0], links[1], overlap, tail, passes, replicas)
 
     def exposed(self, compute_seconds: float, sync_seconds: float) -> float:
-        """What the synchronisation adds to so much compute."""
+        """Return what the synchronisation adds to so much compute."""
         return max(self._after(sync_seconds), sync_seconds - self.overlap * compute_seconds)
 
     def _after(self, sync_seconds: float) -> float:
-        """What is left of the synchronisation after the compute; also of an infinite one."""
+        """Return what is left of the synchronisation after the compute; also of an infinite one."""
         return self.tail * sync_seconds if self.tail else 0.0
 
     def end(self, compute_seconds: float, sync_seconds: float) -> float:
-        """When a step of so much compute and synchronisation ends."""
+        """Return when a step of so much compute and synchronisation ends."""
         return compute_seconds + self.exposed(compute_seconds, sync_seconds)
 
     def compute_by(self, end: float, sync_seconds: float) -> float:

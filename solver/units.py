@@ -62,7 +62,7 @@ def _scaled_fit(fit: Fit, factor: int) -> Fit:
 
 
 def units_each(cluster: Cluster, profile: Profile) -> int:
-    """What a sample of a profile counts, in the job's unit."""
+    """Return what a sample of a profile counts, in the job's unit."""
     return 1 if cluster.job.unit == "samples" else profile.model.tokens_per_sample or 1
 
 
@@ -125,7 +125,7 @@ def of_node(group: WorkerGroup, profile: Profile, at_once: int) -> tuple[WorkerG
 
 
 def passes_of(sharding: Sharding | None) -> int:
-    """How often the model travels around a ring of the ranks that share or shard it."""
+    """Return how often the model travels around a ring of the ranks that share or shard it."""
     return GATHERED if sharding is not None and sharding.stage == GATHERED else ALL_REDUCE
 
 

@@ -93,7 +93,7 @@ def _source(one: Ranked) -> str:
 
 
 def _options(one: Ranked) -> str:
-    """How to run a way."""
+    """Return how to run a way."""
     if one.run is None:
         return 'torchrun, with the plan of [sync] kind = "ring"'
     defaults = RunTable()

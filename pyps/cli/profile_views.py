@@ -91,7 +91,7 @@ def title(profile: Profile) -> str:
 
 
 def verdict(fit: Fit, profile: Profile) -> list[str]:
-    """How good the fit is, and where not to trust it."""
+    """Return how good the fit is, and where not to trust it."""
     lines = [_curve(fit)]
     if fit.band:
         widths = [(high - low) / (high + low) for _, low, high in fit.band]

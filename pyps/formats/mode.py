@@ -16,14 +16,8 @@ from pyps.formats import options
 from pyps.formats.kinds import Batch, Bits, Name, Seconds, Share
 from pyps.formats.options import MAX_DEPTH, CodecName
 
-CODEC_BITS: Final[dict[CodecName, Bits]] = {
-    "f32": 32,
-    "bf16": 16,
-    "f16": 16,
-    "int8": 8,
-    "int4": 4,
-    "nf4": 4,
-}  # of a number on the wire
+# Of a number on the wire.
+CODEC_BITS: Final[dict[CodecName, Bits]] = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "int4": 4, "nf4": 4}
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
 AUTO: Final = "auto"
@@ -34,11 +28,13 @@ class Pace(Struct, frozen=True):
     """Hold what a policy's workers wait for, which decides how long an iteration takes.
 
     round: for all gradients of a round, or all but those of the `spare` slowest. clock: for the slowest, but
-    some steps later. turns: each for its turn. free: for nothing.
+    some steps later. turns: each for its turn. free: for nothing. sized: the store sizes a round's batches by
+    speed, so that no split lasts in which some compute for longer than others.
     """
 
     kind: PaceKind = "round"
     spare: Share = 0
+    sized: bool = False
 
 
 ROUND: Final = Pace()

@@ -61,7 +61,7 @@ class Clock:
 
     @property
     def next_at(self) -> int:
-        """When the next event is; now, if there is none."""
+        """Return when the next event is; now, if there is none."""
         first = self._first[0] if self._first is not NEVER else 0
         queued = self._queue[0][0] if self._queue else 0
         return min(filter(None, (first, queued)), default=self.now)

@@ -131,7 +131,7 @@ class Engine:
         self.clock.set_bandwidth(self._kinds[k], worker.bandwidth / math.prod(factors))
 
     def mode_balancer(self, k: int) -> ModeBalancer | None:
-        """What decides worker k's mode while it runs; None: it stays."""
+        """Return what decides worker k's mode while it runs; None: it stays."""
         worker, size = self.workers[k], self.scenario.up_bytes
         if self.choices is None or self._kinds[k] < 0 or not size:
             return None
@@ -224,7 +224,7 @@ class Engine:
         return first, count, self.version
 
     def check(self, k: int, done: int, following: int) -> Advice:
-        """What the policy says between two micro-batches."""
+        """Return what the policy says between two micro-batches."""
         d = self.core.step(EventKind.CHECK, k, self.clock.now, done=done, next=following)
         self._note(d)
         return Advice(d.advice)
@@ -251,11 +251,11 @@ class Engine:
         return self.model.ahead(self.core.lookahead(k), self._own.get(k), rounds=self.needs.waits_for_rounds)
 
     def follows_own(self, rules: StepRules) -> bool:
-        """Whether these workers go on along their own gradients under way."""
+        """Return whether these workers go on along their own gradients under way."""
         return follows_own(rules, self.model.optimizer.kind, lookahead=self.policy.looks_ahead)
 
     def own(self, k: int, gradient: Vector, samples: int) -> Vector:
-        """What worker k goes on along of a gradient of so many samples that it has sent."""
+        """Return what worker k goes on along of a gradient of so many samples that it has sent."""
         return self.model.own(k, gradient, samples / self.scenario.global_batch)
 
     def travel_up(self, k: int, channel: int, turn: Iterable[int | None] = ()) -> StepProcess:
@@ -271,7 +271,7 @@ class Engine:
         self.metrics.add(channel, PULL, began, self.clock.now, version)
 
     def gradient(self, k: int, w: Vector, first: int, count: int) -> tuple[Vector, float] | None:
-        """What worker k pushes that has computed these samples from these parameters, and the loss."""
+        """Return what worker k pushes that has computed these samples from these parameters, and the loss."""
         return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
 
     def compute_nanoseconds(self, k: int, samples: int, begins: int, later: bool = False) -> int:
@@ -282,7 +282,7 @@ class Engine:
         return _ns(seconds)
 
     def sends_in_turn(self, k: int) -> bool:
-        """Whether worker k's gradients wait for their turn before they travel: over a link they do."""
+        """Return whether worker k's gradients wait for their turn before they travel: over a link they do."""
         return self.needs.uses_turns and self._kinds[k] >= 0
 
     def await_turn(self, k: int, channel: int) -> Generator[int | None, None, Turn]:

@@ -84,7 +84,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did: pushes, samples, staleness and seconds of each kind.
+    """Hold what one rank did: pushes, samples, staleness and seconds of each kind.
 
     counted_seconds: of the compute time, that of admitted gradients. present_seconds: from its workers' joins
     to their ends.

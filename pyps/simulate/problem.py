@@ -188,7 +188,7 @@ class Model:
     def gradient(
         self, w: Vector, first: int, count: int, worker: int = 0, most: int = 0
     ) -> tuple[Vector, float] | None:
-        """What a worker pushes that has computed these samples, `most` at once, and the loss."""
+        """Return what a worker pushes that has computed these samples, `most` at once, and the loss."""
         if self._local is not None:
             return self._local.gradient(worker, w, first, count, most)
         return self._objective.gradient(w, first, count) if self._objective else None
@@ -227,7 +227,7 @@ class Model:
         return self.optimizer.ahead(self.w, distance, gradient, rounds=rounds)
 
     def own(self, worker: int, gradient: Vector, part: float) -> Vector:
-        """What a worker goes on along of a gradient that it has sent. part: of a global batch."""
+        """Return what a worker goes on along of a gradient that it has sent. part: of a global batch."""
         h = self.optimizer.hyper
         g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
         if self.optimizer.kind not in ADAM:
@@ -235,7 +235,7 @@ class Model:
         return self._own.setdefault(worker, OwnMoments(g)).difference(g, h, part)
 
     def way(self, own: Vector, have: int, wanted: int) -> Vector:
-        """How far that goes from `have` steps of it to `wanted`."""
+        """Return how far that goes from `have` steps of it to `wanted`."""
         h, kind = self.optimizer.hyper, self.optimizer.kind
         return (way_of(h, kind, wanted) - way_of(h, kind, have)) * own
 

@@ -232,7 +232,7 @@ class Rebalancing:
 
 
 def _device(worker: SimWorker, depth: int, global_batch: int) -> BalancedDevice:
-    """What a run knows of a worker before it has timed its steps."""
+    """Return what a run knows of a worker before it has timed its steps."""
     if worker.planned is not None:
         return planned_device(worker.planned, depth)
     most = min(worker.max_samples or MAX_BATCH, MAX_BATCH)

@@ -305,7 +305,7 @@ class SimulatedWorker:
             self._clock.resume(k)
 
     def _at_store(self, channel: int, step: SimulatedStep, ask: Ask) -> Generator[int | None, None, Done]:
-        """What the store does for a transfer: pyps.step.transfer in virtual time."""
+        """Return what the store does for a transfer: pyps.step.transfer in virtual time."""
         engine, k = self._engine, self._k
         steps = self._transfers.steps(ask)
         answer: Any = None
@@ -356,5 +356,5 @@ class SimulatedWorker:
 
 
 def worker_process(engine: Engine, k: int, rules: StepRules) -> Process:
-    """What worker k of an engine does, to its end."""
+    """Return what worker k of an engine does, to its end."""
     return SimulatedWorker(engine, k, rules).process()

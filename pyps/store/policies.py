@@ -327,7 +327,7 @@ class HPS(Policy):
 
     @property
     def pace(self) -> Pace:
-        return ROUND
+        return Pace(sized=True)
 
 
 @dataclass(frozen=True, kw_only=True)

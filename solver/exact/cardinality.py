@@ -70,7 +70,7 @@ def _classes(problem: Problem, most: Ints, free: Ints) -> list[_Class]:
 def _search(
     classes: list[_Class], fixed: list[Progression], total: int, spare: int, best: Ints
 ) -> list[int] | None:
-    """How many workers of each class to use, or None.
+    """Return how many workers of each class to use, or None.
 
     fixed: the sets of the required workers. spare: how many optional workers may be used. best[k]: the most
     samples that any k optional workers can take.
@@ -104,7 +104,7 @@ def _most_of(classes: list[_Class], count: int, best: Ints) -> int:
 
 
 def _greedy(classes: list[_Class], count: int) -> list[int]:
-    """How many workers of each class are among the `count` workers with the largest maxima."""
+    """Return how many workers of each class are among the `count` workers with the largest maxima."""
     sizes = [np.diff(c.reach) for c in classes]
     owner = np.repeat(np.arange(len(sizes)), [len(s) for s in sizes])
     value = np.array([m for s in sizes for m in s], np.int64)
@@ -127,7 +127,7 @@ def _loosest(classes: list[_Class], fixed: list[Progression]) -> list[Progressio
 
 
 def meets(sets: list[Progression], total: int) -> bool:
-    """Whether one integer from each set can sum to `total`."""
+    """Return whether one integer from each set can sum to `total`."""
     low, high = sum(s.first for s in sets), sum(s.last for s in sets)
     if not low <= total <= high:
         return False

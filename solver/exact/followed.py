@@ -12,6 +12,7 @@ else    every split that may win is followed, depth first. A part of a split is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,7 @@ LEAST_FOLLOWED = 24
 MOST_SLOTS = 96  # workers on a link
 HALVINGS = 44
 LEAST_STEP = 1e-13  # relative
-AWAY = {
-    "round": 1e-9,
-    "clock": 1 / MEASURED,
-    "free": 2e-3,
-    "turns": 1e-9,
-}  # by which a followed time may be low
+AWAY = {"round": 1e-9, "clock": 1 / MEASURED, "free": 2e-3, "turns": 1e-9}  # a followed time may be so low
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,8 @@ def best_followed(
     starts: splits to begin with. bound: a value below which no split is. plain: the goal is the shortest
     iteration.
     """
-    if plain and (found := _by_slots(constrained)) is not None:
+    searched = not constrained.pace.sized  # else only `starts` last
+    if plain and searched and (found := _by_slots(constrained)) is not None:
         value = observed(constrained, found).iteration_seconds
         return Followed(found, value, value)
     if not plain:  # like workers are alike in these, too
@@ -91,11 +88,14 @@ def best_followed(
     search = _Search(constrained, goal, bound)
     for batches in starts:
         search.try_(batches)
-    search.improve()
-    search.descend()
+    while search.leave_out() and search.follows > 0:
+        pass
+    if searched:
+        search.improve()
+        search.descend()
     if search.best is None:
         return None
-    proven = search.value if search.whole else min(bound, search.value)
+    proven = search.value if searched and search.whole else min(bound, search.value)
     return Followed(search.best, search.value, proven)
 
 
@@ -146,8 +146,7 @@ class _Slots:
             middle = low + (high - low) / 2
             if high - low <= LEAST_STEP * high:
                 break
-            found = self._by(middle)
-            if found is None:
+            if (found := self._by(middle)) is None:
                 low = middle
             else:
                 seconds = observed(self.constrained, found).iteration_seconds
@@ -232,17 +231,21 @@ class _Search:
         within &= np.where(used, batches >= problem.min_batch, ~problem.required)
         return bool(within.all()) and int(batches.sum()) == self.total and allowed(self.lower, batches)
 
+    def leave_out(self) -> bool:
+        """Leave another worker out, if that helps; all others end together."""
+        if self.best is None:
+            return False
+        used, before = self.best > 0, self.value
+        for k in np.flatnonzero(used & ~self.problem.required)[:16]:
+            most = np.where(used & (np.arange(self.count) != k), self.problem.max_batch, 0)
+            with contextlib.suppress(Infeasible):
+                self.try_(solve(replace(self.problem, max_batch=most)).batches)
+        return self.value < before
+
     def improve(self) -> None:
-        """Move samples from worker to worker while that helps; leave workers out."""
+        """Move samples from worker to worker while that helps."""
         if self.best is None:
             return
-        for k in range(min(self.count, 16)):
-            most = np.where(np.arange(self.count) == k, 0, self.problem.max_batch)
-            if not self.problem.required[k]:
-                try:
-                    self.try_(solve(replace(self.problem, max_batch=most)).batches)
-                except Infeasible:
-                    continue
         step = max(1, self.total // 8)
         share = self.follows // 2
         while step and self.follows > share:
@@ -277,11 +280,8 @@ class _Search:
             return
         for k in self.order:
             batches = np.arange(1, int(problem.max_batch[k]) + 1, dtype=np.int64)
-            self.own.append(
-                [0.0, *times(costs.take(np.full(len(batches), k)), batches).tolist()]
-                if len(batches)
-                else [0.0]
-            )
+            own = times(costs.take(np.full(len(batches), k)), batches).tolist() if len(batches) else []
+            self.own.append([0.0, *own])
         self.rest = np.cumsum([0, *problem.max_batch[self.order][::-1].tolist()])[::-1].tolist()
         self.links = [
             [float(x) for x in np.where(one.workers, one.transfer_seconds, 0.0)[self.order]]

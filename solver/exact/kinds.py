@@ -62,14 +62,14 @@ class Box:
 
 @dataclass
 class Room:
-    """What is left of a limit: the need of one worker of each kind, and the most that all may need."""
+    """Hold what is left of a limit: the need of one worker of each kind, and the most that all may need."""
 
     need: list[float]
     at_most: float
 
 
 def handles(constrained: ConstrainedProblem) -> bool:
-    """Whether the search covers these side constraints."""
+    """Return whether the search covers these side constraints."""
     return all(one.samples_per_second is None for one in constrained.resources)
 
 
@@ -309,7 +309,7 @@ class _Search:
         return found
 
     def _wins(self, levels: Sequence[int]) -> bool:
-        """Whether these levels keep every limit, and their workers can end before the time to beat."""
+        """Return whether these levels keep every limit, and their workers can end before the time to beat."""
         counts = self._counts(levels)
         count = sum(counts)
         if not count:
@@ -372,7 +372,7 @@ class _Search:
         return [below, above] if levels[k] - at > HALF else [above, below]
 
     def _spread(self, box: Box) -> float:
-        """How many seconds later the most workers in the box synchronise than the fewest."""
+        """Return how many seconds later the most workers in the box synchronise than the fewest."""
         ones = [1] * len(self.kinds)
         return self._sync(box.last, ones) - self._sync(box.first, ones)
 

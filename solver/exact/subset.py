@@ -80,7 +80,7 @@ class _Box:
 
 
 def _cut(box: _Box, seconds: float) -> list[_Box]:
-    """What synchronises later than `seconds`, and the rest."""
+    """Return what synchronises later than `seconds`, and the rest."""
     return [replace(box, least=math.nextafter(seconds, math.inf)), replace(box, most=seconds)]
 
 

@@ -56,7 +56,7 @@ class _Counts:
 
 
 def rates_of(constrained: ConstrainedProblem) -> int:
-    """How many rates the search has in memory: one of each kind of worker for each of its batches."""
+    """Return how many rates the search has in memory: one of each kind of worker for each of its batches."""
     problem, heads = constrained.problem, [kind[0] for kind in constrained.kinds()]
     unit = math.gcd(problem.global_batch, *problem.batch_multiple.tolist())
     return int(np.minimum(problem.max_batch[heads], problem.global_batch).sum()) // unit

@@ -59,7 +59,7 @@ class _Steps:
     time: float = 0.0
 
     def search(self, searched: Callable[[], ConstrainedSolution | None]) -> ConstrainedSolution | None:
-        """What a search finds, with coarse steps if it has no end with these. Raises TooManyKinds."""
+        """Return what a search finds, with coarse steps if it has no end with these. Raises TooManyKinds."""
         try:
             return searched()
         except TooManyKinds:
@@ -195,7 +195,7 @@ def _point(solution: ConstrainedSolution, price: Floats) -> ParetoPoint:
 
 
 def price_per_million(solution: ConstrainedSolution, price_per_hour: float) -> float:
-    """What a million samples cost at the speed of a solution whose workers cost price_per_hour."""
+    """Return what a million samples cost at the speed of a solution whose workers cost price_per_hour."""
     samples_per_hour = 3600 * int(solution.batches.sum()) / solution.iteration_seconds
     return 1e6 * price_per_hour / samples_per_hour
 

@@ -122,7 +122,7 @@ def _silent(solver: Any) -> Any:
 
 @contextmanager
 def _no_output() -> Iterator[None]:
-    """What C code writes to its standard output goes nowhere."""
+    """Return what C code writes to its standard output goes nowhere."""
     sys.stdout.flush()
     flush = ctypes.CDLL(None).fflush
     flush(None)

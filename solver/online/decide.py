@@ -154,7 +154,7 @@ def _reasons(split: Split, after: Split, paces: Sequence[float], step: int) -> t
 
 
 class Messenger(Protocol):
-    """What a rank does with its messages. number: of the report and its decision."""
+    """Hold what a rank does with its messages. number: of the report and its decision."""
 
     def report(self, number: int, asked: bool) -> None:
         """Send what is known. asked: a rank asked for it."""
@@ -167,7 +167,7 @@ class Messenger(Protocol):
 
 
 class Cadence:
-    """When ranks that meet once a step report, decide and read, so that none waits for a message.
+    """Hold when ranks that meet once a step report, decide and read, so that none waits for a message.
 
     Every `window` steps each rank reports what its device costs. A step later one of them decides. Another
     step later all read the decision, and it holds from a round that none has drawn. Between these steps all

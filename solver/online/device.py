@@ -37,7 +37,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of a rank's device now.
+    """Hold what is known of a rank's device now.
 
     cost: of a step, by batch. proportional: the same if what changed last takes time for each sample; as
     likely, until another batch is timed. level: how many times longer steps take than when they were first
@@ -136,11 +136,11 @@ class BalancedDevice:
         return at_least(compute, self._link_seconds / (self._depth - 1))
 
     def tells(self, window: int) -> bool:
-        """Whether the new steps are worth taking in before the window ends."""
+        """Return whether the new steps are worth taking in before the window ends."""
         return self.known and tells(self.times[-window:], self.online, self.batch)
 
     def quicker(self) -> bool:
-        """Whether the last new step shows that the device has become quicker."""
+        """Return whether the last new step shows that the device has become quicker."""
         return quicker(self.times, self.online, self.batch)
 
     def take(self, window: int, confirmed: int | None = None, least: int = 1) -> list[float]:

@@ -35,7 +35,7 @@ class RankDevice:
 
 
 def learning_rate_factor(rule: Rule, base_batch: int, global_batch: int, noise_scale: float | None) -> float:
-    """What the learning rate of base_batch is multiplied with for global_batch.
+    """Return what the learning rate of base_batch is multiplied with for global_batch.
 
     adascale (Johnson et al., ICML 2020): (phi / m + 1) / (phi / B + 1), between 1 and B / m; 1 while phi is
     unknown.

@@ -56,7 +56,7 @@ PROPORTIONAL = Line(0.0, 1e-3)
 
 @dataclass(frozen=True)
 class Timed:
-    """What is known of one batch: its mean seconds over `steps`, and the scatter of a step."""
+    """Hold what is known of one batch: its mean seconds over `steps`, and the scatter of a step."""
 
     seconds: float
     steps: float = 1
@@ -86,7 +86,7 @@ class OnlineCost:
 
     @property
     def changed(self) -> bool:
-        """Whether the device is not what it was at first."""
+        """Return whether the device is not what it was at first."""
         return self.slopes is not None
 
     @property
@@ -115,7 +115,7 @@ class OnlineCost:
         return max(SCATTER_FROM, 1 / math.sqrt(self.drift.rate))
 
     def awaits(self, batch: int) -> bool:
-        """Whether it is unsure, and this batch is the one that will tell."""
+        """Return whether it is unsure, and this batch is the one that will tell."""
         return self.unsure and batch not in self.known
 
     @property
@@ -145,7 +145,7 @@ class OnlineCost:
             self.level = self.known[batch].seconds / self.first.seconds(batch)
 
     def _learn_scatter(self, times: Sequence[float], middle: float) -> None:
-        """How much steps scatter; two alone tell little, so they change it a little."""
+        """Learn how much steps scatter; two alone tell little, so they change it a little."""
         if len(times) >= SCATTER_FROM:
             found = robust_sigma(times, middle) / middle
         elif len(times) > 1 and self.scattered:
@@ -218,7 +218,7 @@ class OnlineCost:
         self.observe(batch, [seconds])
 
     def _differs(self, batch: int, timed: Timed) -> bool:
-        """Whether a window is more than noise away from what was expected."""
+        """Return whether a window is more than noise away from what was expected."""
         low, high = self.expects(batch)
         drifted = math.sqrt(self.drift.rate * timed.steps) * self.spread
         allowed = max(CHANGE, ERRORS * math.hypot(timed.error, self.error, drifted))
@@ -284,7 +284,7 @@ class OnlineCost:
 
 
 def _known(seconds: float, variance: float, scatter: float) -> Timed:
-    """What is known with a variance of the log."""
+    """Return what is known with a variance of the log."""
     return Timed(seconds, min(STEPS_KEPT, scatter**2 / max(variance, LEAST_ERROR**2)), scatter)
 
 

@@ -66,7 +66,7 @@ class ReadingMessage(msgspec.Struct, frozen=True):
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a Device.
+    """Hold what is known of a Device.
 
     known: seconds by batch, over how many steps and with which scatter `timed` says; `scatter` is the latest.
     slopes: bounds of the slope, since the device has changed; first, first_slope: its cost and slope before

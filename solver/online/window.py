@@ -28,12 +28,12 @@ def settled(
 
 
 def undecided(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
-    """Whether the next step has to tell if the last one was a hiccup or the first after a change."""
+    """Return whether the next step has to tell if the last one was a hiccup or the first after a change."""
     return 0 < surprises(times, device, batch) < device.confirmed
 
 
 def quicker(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
-    """Whether the last step was clearly quicker than the device could be."""
+    """Return whether the last step was clearly quicker than the device could be."""
     if not times or not device.known or device.awaits(batch):
         return False
     large = max(LARGE, CLEARLY * math.hypot(device.spread, device.error))
@@ -41,7 +41,7 @@ def quicker(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
 
 
 def tells(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
-    """Whether a batch's steps are worth taking in before the window ends."""
+    """Return whether a batch's steps are worth taking in before the window ends."""
     seconds = device.cost.seconds(batch)
     if not device.known or not math.isfinite(seconds):
         return False
@@ -53,13 +53,13 @@ def tells(times: Sequence[float], device: OnlineCost, batch: int) -> bool:
 
 
 def slow(seconds: float, device: OnlineCost, cost: Cost, batch: int) -> bool:
-    """Whether a step took clearly longer than this cost of the device."""
+    """Return whether a step took clearly longer than this cost of the device."""
     usual = cost.seconds(batch)
     return math.isfinite(usual) and _side(seconds, (usual, usual), _large(device)) > 0
 
 
 def surprises(times: Sequence[float], device: OnlineCost, batch: int) -> int:
-    """How many steps at the end are surprises, all on the same side."""
+    """Return how many steps at the end are surprises, all on the same side."""
     expected, large, count = device.expects(batch), _large(device), 0
     ends = [_side(seconds, expected, large) for seconds in times]
     while count < len(ends) and ends[-1] and ends[-1 - count] == ends[-1]:

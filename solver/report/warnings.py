@@ -150,7 +150,7 @@ def unlike_times(ranks: Sequence[PlannedRank]) -> Iterator[str]:
 
 
 def _is_imported(rank: PlannedRank) -> bool:
-    """Whether its times were not measured by pyps-profile."""
+    """Return whether its times were not measured by pyps-profile."""
     return rank.profile.device.kind == IMPORTED
 
 

@@ -31,7 +31,7 @@ GAP = 1e-3  # relative: no batch has a goodput higher by more
 
 @dataclass(frozen=True)
 class StatisticalEfficiency:
-    """How much a sample contributes in a larger batch; noise_scale phi and base_batch m0, in samples."""
+    """Hold how much a sample contributes in a larger batch; noise_scale phi and base_batch m0, in samples."""
 
     noise_scale: float
     base_batch: int
@@ -52,7 +52,7 @@ class StatisticalEfficiency:
 
 
 def efficiency_of(info: GoodputInfo) -> StatisticalEfficiency:
-    """What a cluster's [goodput] says, with its noise scale and base batch given."""
+    """Return what a cluster's [goodput] says, with its noise scale and base batch given."""
     assert info.noise_scale is not None
     assert info.base_batch is not None
     return StatisticalEfficiency(info.noise_scale, info.base_batch)

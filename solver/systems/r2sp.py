@@ -129,7 +129,7 @@ def _larger_batch(global_batch: int, at: At, overlap: bool) -> int | None:
 
 
 def _links_needed(compute_seconds: Sequence[float], turns: Sequence[float], overlap: bool) -> int:
-    """How many such links suffice if the workers are spread over them, longest turns first."""
+    """Return how many such links suffice if the workers are spread over them, longest turns first."""
     alone = _alone(compute_seconds, turns, overlap)
     longest_first = sorted(turns, reverse=True)
 

@@ -16,14 +16,14 @@ SLACK = 1.02
 MOST = {
     "pyps/checkpoint": 616,
     "pyps/cli": 3_584,
-    "pyps/formats": 2_365,
+    "pyps/formats": 2_361,
     "pyps/metrics": 278,
     "pyps/native": 2_157,
     "pyps/remote": 4_320,
     "pyps/report": 2_467,
     "pyps/run": 2_380,
     "pyps/shards": 2_396,
-    "pyps/simulate": 3_077,
+    "pyps/simulate": 3_074,
     "pyps/store": 2_347,
     "pyps/tasks": 403,
     "pyps/torch": 7_241,  # uneven() compares the constants of the ranks' optimizers: 3 more

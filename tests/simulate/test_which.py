@@ -53,7 +53,7 @@ def test_where_the_link_is_fast_planned_ranks_are_as_fast_as_any_way_with_the_sa
 
 def test_where_the_link_is_slow_ways_that_hide_or_avoid_transfers_lead(slow: Ranking) -> None:
     ways = named(slow)
-    assert slow.ways[0].kind in ("late", "local")
+    assert slow.ways[0].kind == "late", "of local steps most problems need many more samples"
     assert ways["hps"].seconds_per_sample < ways["bsp"].seconds_per_sample
     assert ways["local steps 8, int4"].seconds_per_sample < ways["bsp"].seconds_per_sample
     assert slow.level, "the ranges of local steps meet the leader's"
