@@ -139,7 +139,7 @@ def estimated(form: Form, batches: Vector, seconds: Vector, usual_noise: float) 
 
 
 def _covariance(one: Vector, other: Vector, variance: float) -> Vector:
-    """Of the walk at two sets of places: the same as of a random walk with an unknown start."""
+    """Return the covariance at two sets of places: that of a random walk with an unknown start."""
     span = max(float(other[-1] - other[0]), 0.0) + 1.0
     apart = np.abs(one[:, None] - other[None, :])
     found: Vector = variance * (span - apart) / 2 + LEVEL**2

@@ -158,7 +158,7 @@ def _fewer(probes: list[Probe]) -> Iterator[list[Probe]]:
 
 
 def _seconds_of(probes: list[Probe]) -> float:
-    """What timing these sizes takes at least: with no more than three of them, each is timed but once."""
+    """Return what timing these sizes takes at least: of three or fewer, each is timed but once."""
     rounds = LEAST_ROUNDS if len(probes) > 3 else 1
     return rounds * sum(p.cost for p in probes)
 

@@ -272,7 +272,7 @@ class CudaStepper(_TaskStepper):
         return int(self._cuda.max_memory_reserved(self._device))
 
     def _guarded(self, what: str, action: Any) -> Any:
-        """Where memory is short, once more after the allocator has given back what it keeps in pieces."""
+        """Run it once more where memory is short, after the allocator has given back its pieces."""
         try:
             return super()._guarded(what, action)
         except OutOfMemoryError:

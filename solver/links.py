@@ -1,4 +1,4 @@
-"""What a link does, for the planner, the simulator and the emulation of links alike, and the seconds that a
+"""The workings of a link, for the planner, the simulator and the emulation alike, and the seconds that a
 push and a pull take over a worker's, by the bits of a number on the wire.
 
 A link is full duplex: pushes do not take bandwidth from pulls. A worker's messages follow one another in each

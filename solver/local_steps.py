@@ -115,7 +115,7 @@ def _smallest_fast(
 
 
 def _in_whole_steps(group: WorkerGroup, size: int, least: int) -> bool:
-    """Whether a group's local steps have all `size` samples: smaller ones may have fewer than `least`."""
+    """Return whether a group's local steps all have `size` samples: smaller may have fewer than `least`."""
     return group.batch_multiple > 1 or size < 2 * least - 1
 
 

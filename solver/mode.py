@@ -1,4 +1,4 @@
-"""What a mode of running leaves to the planner: each worker's codecs and depth, chosen with its batch.
+"""The choices that a mode leaves to the planner: codecs and depth of each worker, chosen with its batch.
 
 The split is solved with the fewest bits and the deepest pipeline that the mode allows, so no other choice has
 a shorter longest step. Afterwards each worker takes the most exact codecs, and then the shallowest pipeline,

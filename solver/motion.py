@@ -202,7 +202,7 @@ def round_in_motion(compute: Sequence[float], trips: Sequence[Trip]) -> float:
 
 
 def _divided(ready: Sequence[float], trips: Sequence[Trip], way: int) -> list[float]:
-    """When each worker's message has passed its link, which messages divide evenly. ready: when it comes."""
+    """Return when each worker's message has passed its link, which they divide evenly. ready: it comes."""
     ends, links = list(ready), dict[int, list[int]]()
     for k, trip in enumerate(trips):
         links.setdefault(trip.link, []).append(k)

@@ -145,7 +145,7 @@ def with_noise(
 
 
 def factors_of(cluster: Cluster, ranks: Sequence[PlannedRank]) -> list[float]:
-    """What each rank's fitted times are multiplied by for its quantile, or the job's; empty without one."""
+    """Return the factor of each rank's fitted times for its quantile, or the job's; empty without one."""
     quantile = cluster.job.quantile
     if quantile is None:
         return []

@@ -269,8 +269,8 @@ def _accumulated(
 
 
 def unit_of(cluster: Cluster, rank: PlannedRank) -> int:
-    """What a micro-batch of a rank has whole: samples, or the multiples of them that its device needs, in the
-    job's unit, of each rank of a node.
+    """Return what a micro-batch of a rank has whole: samples, or the multiples of them that its device needs,
+    in the job's unit, of each rank of a node.
     """
     return rank.group.ranks_each * units_each(cluster, rank.profile) * rank.multiple
 

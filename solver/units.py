@@ -1,4 +1,4 @@
-"""What a group and its profile are to the solver: batches in the plan's unit, a shard's memory, whole nodes.
+"""A group and its profile as the solver has them: batches in the plan's unit, a shard's memory, whole nodes.
 
 A batch of s times as many units takes the same time and memory: T'(b) = T(b / s). So a profile in samples of
 s tokens becomes one in tokens, and the profile of one of a node's s devices, which have equal batches, that
@@ -67,7 +67,7 @@ def units_each(cluster: Cluster, profile: Profile) -> int:
 
 
 def sample_multiple(cluster: Cluster, group: WorkerGroup, profile: Profile) -> int:
-    """Of how many samples a group's batches are multiples; its batch_multiple is in the job's unit."""
+    """Return of how many samples a group's batches are multiples; its batch_multiple is in the job's unit."""
     each = units_each(cluster, profile)
     return lcm(group.batch_multiple, each) // each
 

@@ -275,7 +275,7 @@ class Engine:
         return self.model.gradient(w, first, count, k, self.workers[k].micro_batch)
 
     def compute_nanoseconds(self, k: int, samples: int, begins: int, later: bool = False) -> int:
-        """What a micro-batch takes that begins then. later: a step's first one has the optimizer's time."""
+        """Return what a micro-batch takes from then. later: a step's first has the optimizer's time."""
         seconds, worker = self.devices[k].seconds(samples, begins * 1e-9), self.workers[k]
         if later and worker.optimizer_seconds:
             seconds *= max(0.0, 1 - worker.optimizer_seconds / worker.cost(samples))

@@ -31,8 +31,8 @@ UP, STORE, DOWN = range(3)  # what transfers use in turn
 
 
 class Back(NamedTuple):
-    """What came back of a transfer; None: the worker was fenced. waited: at the store. way: for travels both
-    ways; back: of these, the parameters'.
+    """Hold what came back of a transfer; None: the worker was fenced. waited: at the store. way: for travels
+    both ways; back: of these, the parameters'.
     """
 
     done: Done | None
@@ -162,7 +162,7 @@ class SimulatedWorker:
         return self._step
 
     def _base(self) -> Vector:
-        """Where local steps go on from: the newest parameters, less the pseudo-gradients they do not have."""
+        """Return where local steps go on: the newest parameters, less the pseudo-gradients they lack."""
         assert self._pulled is not None
         w = self._pulled[0]
         for way in self._ways:

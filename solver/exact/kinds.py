@@ -188,7 +188,7 @@ class _Search:
         return found
 
     def run(self) -> bool:
-        """Whether a solution better than the target and the goal exists; the best is then the winner."""
+        """Return whether a solution beats the target and the goal; the best is then the winner."""
         found = False
         low = tuple(one.least for one in self.switches)
         high = tuple(one.most for one in self.switches)

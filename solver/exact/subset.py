@@ -205,7 +205,7 @@ class SubsetSearch:
         return float(max(np.partition(by_link, count - 1)[count - 1], required))
 
     def _could_win(self, sync_seconds: float, count: int, allowed: Bools) -> bool:
-        """Whether at most `count` allowed workers could beat the best, if samples were shared freely."""
+        """Return whether at most `count` allowed workers could win, if samples were shared freely."""
         t = self._to_beat(sync_seconds)
         if t <= 0 or t < self.least_seconds or (self.required & ~allowed).any():
             return False
@@ -220,7 +220,7 @@ class SubsetSearch:
         return math.nextafter(self.sync.compute_by(self.best_seconds, sync_seconds), -math.inf)
 
     def consider(self, count: int, limit: float) -> bool:
-        """Whether `count` workers whose synchronisation is within `limit` seconds beat the best so far."""
+        """Return whether `count` workers that synchronise within `limit` seconds beat the best."""
         allowed = self.usable & (self.sync.by_link(count) <= limit)
         if not self._could_win(limit, count, allowed):
             return False

@@ -124,7 +124,7 @@ def _followed_front(constrained: ConstrainedProblem, price: Floats) -> Iterator[
 
 
 def unbeaten(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """Those of a front that no other beats, fastest first. Where workers do not wait for the slowest, it is a
+    """Keep what no other beats of a front, fastest first. Where workers do not wait for the slowest, it is a
     front of the longest step, and one with a longer step may pass more samples.
     """
     found: list[ParetoPoint] = []

@@ -22,7 +22,7 @@ MOST_KEPT = 16  # timed steps that were not taken in: a window has fewer
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a rank's batch, unless the rank has none. required: it must have samples."""
+    """Hold the bounds of a rank's batch, unless it has none. required: it must have samples."""
 
     least: int = 1
     most: int = MAX_BATCH
@@ -194,8 +194,8 @@ def planned_device(worker: PlanWorker, depth: int = 1) -> BalancedDevice:
 
 
 def planned_compute_seconds(worker: PlanWorker) -> float:
-    """Of a step of a plan's worker, in its micro-batches. Without a cost model the plan's prediction, less
-    the transfers, where these do not overlap.
+    """Return a planned worker's seconds of a step, in its micro-batches. Without a cost model: the plan's
+    prediction, less the transfers where these do not overlap.
     """
     if worker.fit is not None:
         return seconds_in_parts(worker.fit, worker.batch, worker.micro_batch)

@@ -41,7 +41,7 @@ class Drift:
 
     @property
     def clear(self) -> bool:
-        """Whether the device rather drifts than not, so that what is known of it is soon out of date."""
+        """Return whether the device rather drifts, so that what is known of it is soon out of date."""
         return sum(self._shares[CLEAR:]) > 0.5
 
     def take(

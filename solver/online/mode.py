@@ -53,7 +53,7 @@ class ModeChange:
 
 
 def may_change(pace: Pace, *, local: bool) -> bool:
-    """Whether workers decide anew: what they wait for then shows at the store. local: with local steps."""
+    """Return whether workers decide anew: their waits then show at the store. local: with local steps."""
     return pace.kind in ("round", "free") and not local
 
 

@@ -96,7 +96,7 @@ class OnlineCost:
 
     @property
     def unsure(self) -> bool:
-        """Whether the first times of another batch will tell much: one has been timed since a change."""
+        """Return whether another batch's first times will tell much: one was timed since a change."""
         return self.changed and len(self.known) == 1
 
     @property
@@ -225,7 +225,7 @@ class OnlineCost:
         return not low * math.exp(-allowed) <= timed.seconds <= high * math.exp(allowed)
 
     def _resolves(self, batch: int, timed: Timed) -> bool:
-        """Whether it is no further change, but tells what the last one was: once a step, or for each sample.
+        """Return whether it is no new change, but tells what the last was: once a step, or for each sample.
 
         f may have been wrong before the change, and so the bounds that it has since; these give way, as far
         as the errors of both times do not explain it.
@@ -261,7 +261,7 @@ class OnlineCost:
         self.known, self.slopes = {batch: timed}, (min(low, high), max(low, high))
 
     def _bounds(self) -> tuple[float, float]:
-        """Of f: those of the profile's shape at the latest level, and what is known since the last change."""
+        """Return f's: of the profile's shape at the latest level, and of what is known since a change."""
         batch, timed = next(reversed(self.known.items()))
         level = timed.seconds / self.prior.seconds(batch)
         low, high = (SLOPE_LOW if self.profiled else UNKNOWN_LOW) * level, SLOPE_HIGH * level

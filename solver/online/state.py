@@ -1,4 +1,4 @@
-"""What is known of a device, as messages: between ranks, and for checkpoints."""
+"""The state of a device as messages: between ranks, and for checkpoints."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _groups(
 
 
 def _binds(problem: Problem, bounds: Problem, k: int, batch: int, delays: bool) -> str:
-    """What binds worker k at this batch. bounds: the problem, rounded. delays: the others wait for it."""
+    """Return what binds worker k at this batch. bounds: the rounded problem. delays: others wait for it."""
     most = problem.costs.take(np.array([k])).last_batch(problem.max_batch[[k]])[0]
     step, least = int(problem.batch_multiple[k]), max(int(problem.min_batch[k]), 1)
     if not batch:

@@ -55,7 +55,7 @@ class NextSizes:
 
 
 def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None = None) -> NextSizes:
-    """What to measure next for a cluster's plan. profiles: one with a fit for each group of the cluster.
+    """Return what to measure next for a cluster's plan. profiles: one with a fit for each of its groups.
 
     Raises as make_plan.
     """

@@ -26,7 +26,7 @@ NAMED = 3  # of these
 
 
 class Remark(NamedTuple):
-    """What there is to say of a group. cause: what one line says of it and of others, where they are many."""
+    """Hold a remark on a group. cause: what one line says of it and of others, where they are many."""
 
     name: str
     line: str

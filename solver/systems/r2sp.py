@@ -73,7 +73,7 @@ def _offsets(turns: Sequence[float], period: float) -> list[float]:
 
 
 def fits(compute_seconds: Sequence[float], turns: Sequence[float], overlap: bool = False) -> bool:
-    """Whether all turns fit into the slowest worker's step one after another; overlap: with its compute."""
+    """Return whether all turns in a row fit into the slowest worker's step; overlap: with its compute."""
     return sum(turns) <= _alone(compute_seconds, turns, overlap)
 
 
