@@ -184,7 +184,10 @@ class StoreFull(StoreError):
 
 
 class TimedOut(StoreError):
+    """`staged`: the result of a push that waits for its round, as far as it is known: it counts."""
+
     code = "PYPS_ETIMEDOUT"
+    staged: Any = None
     hint = "other workers did not arrive in time; `pyps shm ls` and the workers' logs show which"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps._native import ffi, lib
-from pyps.errors import Forked, SegmentNotFound, StoreError, WaitInterrupted
+from pyps.errors import Forked, SegmentNotFound, StoreError, TimedOut, WaitInterrupted
 from pyps.formats.plan import TurnSchedule
 from pyps.native import (
     AVERAGED,
@@ -401,10 +401,10 @@ class LocalBackend:
 
 
 def _check_push(what: str, rc: int, r: Any) -> None:
-    """Check as `check` does; a wait for the round that was interrupted says what is staged."""
+    """Check as `check` does; a wait for the round that did not end says what is staged."""
     try:
         check(what, rc)
-    except WaitInterrupted as error:
+    except (TimedOut, WaitInterrupted) as error:
         error.staged = push_result(r) if r.admitted_nanoseconds else None
         raise
 

@@ -26,7 +26,7 @@ from pyps.errors import InputError, InvalidArgument, LinkLost, LinkRefused, Stor
 from pyps.native.values import Traffic
 from pyps.remote.address import Address, needs_ipv6
 from pyps.remote.framing import Frames, to_frames
-from pyps.remote.keys import ClientKeys, read_client_keys
+from pyps.remote.keys import read_client_keys
 from pyps.remote.local import check_socket
 from pyps.remote.verbs import Asked, LinkVerb
 from pyps.remote.wire import (
@@ -101,7 +101,7 @@ class Client:
         self._context: zmq.Context[Any] = zmq.Context()
         self._heartbeat = Heartbeat(self._context, self._dial, lambda: Ping(self.session, self._received))
         try:
-            self._connect()
+            self._socket = self._dial(monitored=True)
         except InputError:
             self._context.destroy(linger=0)
             raise
@@ -190,8 +190,9 @@ class Client:
         socket.tcp_maxrt = DEAD_LINK_MS
         socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 5
         socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
-        if self._keys is not None:
-            _encrypt(socket, self._keys)
+        if (keys := self._keys) is not None:
+            socket.curve_serverkey = keys.server.encode()
+            socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         if monitored:
             self._monitor = socket.get_monitor_socket(WATCHED)
         try:
@@ -199,9 +200,6 @@ class Client:
         except zmq.ZMQError as error:
             raise InputError("address", "", f"{self.address.endpoint}: {error}", "tcp://host:port") from None
         return socket
-
-    def _connect(self) -> None:
-        self._socket = self._dial(monitored=True)
 
     def _hang_up(self, linger_seconds: float) -> None:
         self._socket.disable_monitor()
@@ -265,7 +263,7 @@ class Client:
         self._hang_up(0.0)
         if self._breaks > 1:
             time.sleep(min(MAX_BACKOFF_SECONDS, 0.05 * 2**self._breaks))
-        self._connect()
+        self._socket = self._dial(monitored=True)
         self._heartbeat.expect_progress()
         for frames in self._unanswered.values():
             self._send(frames)
@@ -373,8 +371,3 @@ class Heartbeat(threading.Thread):
                 if self._server is not None and pong.server != self._server:
                     self._trouble = "the server was restarted; whether it took the last push is not known"
         return received
-
-
-def _encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    socket.curve_serverkey = keys.server.encode()
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()

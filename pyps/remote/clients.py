@@ -1,12 +1,9 @@
-"""The clients of a server: their sessions, and how many and how large these may be.
-
-A peer is a key by its name; without keys, the host that a connection comes from or, on a unix socket, the
-process. What one peer takes leaves room for the others.
-"""
+"""The clients of a server: their sessions, the calls of these, and the replies to them."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,8 +16,6 @@ from pyps.remote.site import Site
 from pyps.remote.verbs import Bulk
 from pyps.remote.wire import MAX_IN_FLIGHT, MAX_REQUEST_BYTES, Call
 
-MAX_SESSIONS = 256
-SESSIONS_PER_PEER = 32
 FORGET_SECONDS = 600.0  # how long the replies to a client that timed out are kept
 MAX_TRIES = 3  # of one call that come at once, after connections that broke
 
@@ -110,11 +105,10 @@ class ClientRecord:
 class Clients:
     """All sessions. For the server's loop."""
 
-    def __init__(self, site: Site, outbox: Outbox, per_peer: int) -> None:
+    def __init__(self, site: Site, outbox: Outbox) -> None:
         self.sessions: dict[bytes, ClientRecord] = {}
         self.largest_gradient = 0  # bytes of the numbers of a push; 0 while there is no store
-        self._site, self._outbox, self._per_peer = site, outbox, per_peer
-        self._memory = site.memory
+        self._site, self._outbox, self._bounds = site, outbox, site.bounds
         self._threads: list[SessionThread] = []
 
     @property
@@ -136,12 +130,15 @@ class Clients:
         if session in self.sessions:
             raise LinkLost("session", "the server does not know it")
         self._check_room(peer)
-        while sum(record.peer == peer for record in self.sessions.values()) >= self._per_peer:
+        while sum(record.peer == peer for record in self.sessions.values()) >= self._bounds.sessions.share:
             quiet = [(r.heard, name) for name, r in self.sessions.items() if r.peer == peer and r.gone]
             self.end(min(quiet)[1])
         record = self.sessions[session] = ClientRecord(peer, time.monotonic())
-        self._memory.peers = len({one.peer for one in self.sessions.values()})
+        self._note_peers()
         return record
+
+    def _note_peers(self) -> None:
+        self._bounds.note_peers(len({one.peer for one in self.sessions.values()}))
 
     def thread_of(self, session: bytes, record: ClientRecord) -> SessionThread:
         """The thread of a session, started if need be. Raises Busy if there can be no further one."""
@@ -158,14 +155,8 @@ class Clients:
 
     def _check_room(self, peer: str, ending: SessionThread | None = None) -> None:
         """Raise Busy where a further thread would be one too many; the one that ends gives it its place."""
-        threads = [thread for thread in self.threads if thread is not ending]
-        theirs = sum(thread.peer == peer for thread in threads)
-        if theirs >= self._per_peer:
-            found = f"found {theirs} sessions of {peer}; expected at most {self._per_peer}"
-            advice = "close some, give each host its own key, or serve with --sessions-per-client"
-            raise Busy("session", f"{found}: {advice}")
-        if len(threads) >= MAX_SESSIONS:
-            raise Busy("session", f"found {len(threads)} sessions; expected at most {MAX_SESSIONS}")
+        threads = Counter(thread.peer for thread in self.threads if thread is not ending)
+        self._bounds.check_session(peer, threads)
 
     def check_call(self, record: ClientRecord, call: Call) -> None:
         """Raise Busy or InvalidArgument for a call that must not be taken."""
@@ -178,24 +169,17 @@ class Clients:
         bulk = Bulk.NONE if handler is None else handler.verb.bulk
         if call.follow and bulk is Bulk.NONE:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected none")
-        whole = self._memory.total + MAX_REQUEST_BYTES
+        whole = self._bounds.calls.most + MAX_REQUEST_BYTES
         most = whole if bulk is Bulk.STORE else self.largest_gradient
         if call.follow > most:
             raise InvalidArgument(call.verb[:40], f"numbers: found {call.follow} bytes; expected {most}")
-        self._check_memory(record.peer, call.follow)
-
-    def _check_memory(self, peer: str, size: int) -> None:
-        """A peer may always hold one call; more, while it leaves the others their share."""
-        share = self._memory.total // max(1, self._memory.peers)
-        held = sum(record.held_bytes for record in self.sessions.values() if record.peer == peer)
-        if held and held + size > share:
-            text = f"found {held + size} bytes of calls of {peer}; expected at most {share}"
-            raise Busy("session", text)
+        held = sum(one.held_bytes for one in self.sessions.values() if one.peer == record.peer)
+        self._bounds.check_call(record.peer, held, call.follow)
 
     def end(self, session: bytes) -> None:
         """End a session: its call stops waiting, its thread leaves the store."""
         self.sessions.pop(session).end()
-        self._memory.peers = len({one.peer for one in self.sessions.values()})
+        self._note_peers()
 
     def expire(self) -> int:
         """Let the threads of the silent leave, and forget the long silent: how many timed out."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import os
-import resource
 import socket
 import struct
 import termios
@@ -25,13 +23,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pyps.remote import bounds
 from pyps.remote.incoming import Incoming
 
-HELD_BYTES = 1 << 20  # of one connection, without a whole message: an honest one holds less than a frame
-ALL_HELD_BYTES = 64 << 20  # of all connections together
-BUSY_FACTOR = 16  # for both, while whole messages queue up behind a busy loop
-MAX_CONNECTIONS = 1024
-SILENT_SHARE = 0.25  # of all connections, for those whose handshake is under way
 SO_COOKIE = 57  # <asm-generic/socket.h>: a number that no other socket of this machine ever has
 ROUTER_MADE = b"\0"  # how identities begin that the router gave
 BYTES_RECEIVED = 128  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
@@ -73,20 +67,18 @@ class Connection:
 class Connections:
     """Follows the connections of a bound socket by its events. For the thread that receives from it.
 
-    per_peer: connections that one peer may have: the oldest of more are cut. Those that have not spoken yet,
-    whose peer is not known, have a share of their own.
+    bound: of more than a peer may have, the oldest are cut. Those that have not spoken yet, whose peer is not
+    known, have a share of their own.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], per_peer: int) -> None:
+    def __init__(self, router: zmq.Socket[bytes], bound: bounds.Bound) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         for name in ("AUTH", "PROTOCOL", "NO_DETAIL"):
             events |= getattr(zmq, f"EVENT_HANDSHAKE_FAILED_{name}")
         self._router, self.events = router, router.get_monitor_socket(events)
         self._open: dict[int, Accepted] = {}  # by descriptor
         self._known: dict[bytes, Connection] = {}  # by identity, until all of their messages were received
-        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-        self.most = min(MAX_CONNECTIONS, free // 2)  # the rest is for what the sessions open
-        self._per_peer = min(per_peer, max(2, self.most // 4))
+        self._bound = bound
         self.cut_off = 0  # how many were cut
 
     def __len__(self) -> int:
@@ -126,7 +118,7 @@ class Connections:
 
         drained: since the last look there was a time without any message to be received.
         """
-        factor = 1 if drained else BUSY_FACTOR
+        factor = 1 if drained else bounds.BUSY_FACTOR
         if drained:
             self._forget_ended()
         self._follow()
@@ -138,7 +130,7 @@ class Connections:
             held.append((came - one.mark, one))
         total = sum(size for size, _ in held)
         for size, one in sorted(held, key=lambda pair: -pair[0]):
-            if size > factor * HELD_BYTES or total > factor * ALL_HELD_BYTES:
+            if size > factor * bounds.HELD_BYTES or total > factor * bounds.ALL_HELD_BYTES:
                 self.cut(one)
                 total -= size
         self.trim()
@@ -149,7 +141,7 @@ class Connections:
         if one.accepted.peer != peer:
             one.accepted.peer = peer
             theirs = [other for other in self._open.values() if other.peer == peer]
-            for other in theirs[: max(0, len(theirs) - self._per_peer)]:
+            for other in theirs[: max(0, len(theirs) - self._bound.share)]:
                 self.cut(other)
 
     def trim(self) -> None:
@@ -157,10 +149,10 @@ class Connections:
         then those of the peers that have the most.
         """
         self._follow()
-        while len(self) > self.most:
+        while len(self) > self._bound.most:
             silent = [one for one in self._open.values() if not one.spoke]
             count = Counter(one.peer for one in self._open.values() if one.spoke)
-            if len(silent) > self.most * SILENT_SHARE or not count:
+            if len(silent) > self._bound.most * bounds.SILENT_SHARE or not count:
                 self.cut(silent[0])
                 continue
             most = max(count, key=count.__getitem__)
@@ -188,9 +180,7 @@ class Connections:
         self.cut_off += 1
         with contextlib.suppress(OSError), _borrowed(one.descriptor) as end:
             if _cookie_of(end) == one.cookie:  # else it has ended, and its descriptor is another's
-                if (
-                    end.family != socket.AF_UNIX
-                ):  # reset, or a peer with a full buffer hears of it a minute later
+                if end.family != socket.AF_UNIX:  # reset: else a peer with a full buffer hears of it late
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RDWR)
 

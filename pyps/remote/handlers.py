@@ -30,6 +30,7 @@ from pyps.errors import (
     StoreFull,
     SystemCallFailed,
     TimedOut,
+    WaitInterrupted,
 )
 from pyps.native.decisions import Advice, PolicyNeeds
 from pyps.native.interrupt import check_waits
@@ -38,12 +39,11 @@ from pyps.native.ranges import Packer, Ranges, elements
 from pyps.native.state import StateHeader
 from pyps.native.values import Claim, Codec, Encoding, Flat, Layout, PushRequest, PushResult, Role
 from pyps.remote import verbs
+from pyps.remote.bounds import AnswerRoom
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, check_size, from_frames
-from pyps.remote.memory import AnswerRoom
 from pyps.remote.parts import packed, sent_ranges
 from pyps.remote.pulled import BaseParams
-from pyps.remote.segment_room import check_room
 from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
@@ -67,10 +67,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Past:
-    """What a session was before its thread ended: its place, and what the wing has to know."""
+    """What a session was before its thread ended. in_round: the client's buffer, and what its push gave."""
 
     place: Place | None
     wing: int | None
+    in_round: tuple[int, PushResult | None] | None = None
 
 
 STRANGER = Past(None, None)
@@ -92,8 +93,8 @@ class LinkSession:
         self._staging: int | None = None  # handed out and not pushed
         self._room: AnswerRoom | None = None  # of the answer to the call under way
         self._transfers = Transfers()
-        self._in_round: int | None = None  # the client's buffer, whose push timed out in an open round
-        self._pulled = BaseParams(site.memory, whose.peer)
+        self._in_round = past.in_round  # of a push that timed out there
+        self._pulled = BaseParams(site.bounds.kept, whose.peer)
         self._wing = site.shards.session(site, whose, lambda: self.store, past.wing)
 
     def do(self, name: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
@@ -104,7 +105,7 @@ class LinkSession:
         verb = handler.verb
         values = verb.arguments.decode(arguments)
         if self._late and verb not in (verbs.REJOIN, verbs.LEAVE):
-            raise self.late(name)
+            raise self._resumed(values) or self.late(name)
         self._wing.check()
         verb.check_caller(self.caller)
         if verb.needs_store and self._backend is None:
@@ -112,14 +113,14 @@ class LinkSession:
         own = self if name in HANDLERS else self._wing
         if verb.back is not Bulk.NONE:
             size = _most_bytes(verb.back, own.layout)
-            self._room = self._site.memory.room(self._whose.peer, size)
+            self._room = self._site.bounds.answers.room(self._whose.peer, size)
         return handler.answer(own, numbers, *values)
 
     @property
     def room(self) -> AnswerRoom:
         """Of the answer to the call under way."""
         if self._room is None:
-            self._room = self._site.memory.room(self._whose.peer, 0)
+            self._room = self._site.bounds.answers.room(self._whose.peer, 0)
         return self._room
 
     def answered(self, size: int) -> AnswerRoom:
@@ -147,9 +148,19 @@ class LinkSession:
             self._site.planners.pop(self._whose.session, None)
             if worker:
                 self._site.planners[self._whose.session] = self._whose.peer
-        self._site.new_workers.pop(self._whose.session, None)
+        self._site.bounds.new_workers.pop(self._whose.session, None)
         if worker and self.place is not None and self.place.role is Role.NEW_WORKER:
-            self._site.new_workers[self._whose.session] = self._whose.peer
+            self._site.bounds.new_workers[self._whose.session] = self._whose.peer
+
+    def _resumed(self, values: tuple[Any, ...]) -> WaitInterrupted | None:
+        """What ends a push that is resumed by a late client: it counts, as one that was waited for."""
+        pushed = getattr(values[0], "push", values[0]) if values else None
+        staging, result = self._in_round or (0, None)
+        if result is None or not isinstance(pushed, PushHeader) or pushed.staging != staging:
+            return None
+        error, self._in_round = WaitInterrupted("push", "the session has ended"), None
+        error.staged = result
+        return error
 
     def late(self, verb: str) -> StoreError:
         """The error of a call that a silent client's end interrupted: a worker has to rejoin."""
@@ -172,7 +183,7 @@ class LinkSession:
     @property
     def past(self) -> Past:
         """For the session's next thread."""
-        return Past(self.place, self._wing.past)
+        return Past(self.place, self._wing.past, self._in_round)
 
     @property
     def store(self) -> LocalBackend:
@@ -273,7 +284,7 @@ class LinkSession:
     def _joined(self, role: Role, ranks: tuple[int, ...]) -> int:
         """Join as the first of these ranks that is free."""
         if role is Role.NEW_WORKER:
-            check_room(self.store, self._site, self._whose.peer)
+            self._site.bounds.check_new_worker(self.store, self._whose.peer)
         for rank in ranks[:-1]:
             with contextlib.suppress(Busy):
                 return self.store.join(role, rank)
@@ -411,8 +422,8 @@ class LinkSession:
         if len(header.hyper) != self.layout.groups:
             found = f"hyper: found {len(header.hyper)}; expected {self.layout.groups}, one for each group"
             raise InvalidArgument("push", found)
-        if self._in_round is not None and header.staging != self._in_round:
-            expected = f"expected {self._in_round}, whose round an earlier push waited for"
+        if self._in_round is not None and header.staging != self._in_round[0]:
+            expected = f"expected {self._in_round[0]}, whose round an earlier push waited for"
             raise InvalidArgument("push", f"staging: found {header.staging}; {expected}")
         if self._staging is None:
             self._staging = self.store.stage(native.timeout_seconds(header.timeout))
@@ -442,7 +453,8 @@ class LinkSession:
         with contextlib.suppress(InvalidArgument):  # it waits there; or it was taken, where none wait
             self.store.unstage(staging)
             error, waits = type(error)("stage", error.message) if waits else error, False  # it comes again
-        self._staging, self._in_round = (staging, theirs) if waits else (None, None)
+        known = getattr(error, "staged", None)
+        self._staging, self._in_round = (staging, (theirs, known)) if waits else (None, None)
         return error
 
     def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:

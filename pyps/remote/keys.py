@@ -176,16 +176,6 @@ def check_client_name(name: str) -> None:
         raise InputError("keys", "name", repr(name[:80]), expected)
 
 
-def make_keys(folder: str | os.PathLike[str]) -> ServerKeys:
-    """The server's keys in `folder`, made there together with client.key if there are none yet.
-
-    Raises InputError if the folder cannot be written to or a file is not what it should be.
-    """
-    keys = KeyFolder.open(folder)
-    keys.save()
-    return keys.keys
-
-
 def read_server_keys(path: str | os.PathLike[str]) -> ServerKeys:
     """Raises InputError, also where others than this user may read the file or own it."""
     keys = _read(path, ServerKeys)

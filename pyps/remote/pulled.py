@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyps.errors import InvalidArgument
 from pyps.formats.options import MAX_DEPTH
 from pyps.native.values import Flat
-from pyps.remote.memory import AnswerMemory
+from pyps.remote.bounds import Bound
 
 KEPT_VERSIONS = MAX_DEPTH + 1  # at most: a pipeline computes on earlier ones
 
@@ -13,8 +13,8 @@ KEPT_VERSIONS = MAX_DEPTH + 1  # at most: a pipeline computes on earlier ones
 class BaseParams:
     """The last versions. Where its peer keeps more than its share of the memory, the newest alone."""
 
-    def __init__(self, memory: AnswerMemory, peer: str) -> None:
-        self._memory, self._peer = memory, peer
+    def __init__(self, kept: Bound, peer: str) -> None:
+        self._kept, self._peer = kept, peer
         self._versions: dict[int, Flat] = {}  # the last ones at the end
         self._bytes = 0
 
@@ -35,7 +35,7 @@ class BaseParams:
     def _count(self) -> bool:
         """Whether the peer's sessions keep no more than its share."""
         before, self._bytes = self._bytes, sum(flat.nbytes for flat in self._versions.values())
-        return self._memory.keep(self._peer, self._bytes - before)
+        return self._kept.add(self._peer, self._bytes - before)
 
     def base(self, version: int | None) -> Flat | None:
         """The parameters of a version that was pulled; None: of the last one, or none were needed."""

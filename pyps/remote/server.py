@@ -2,7 +2,7 @@
 
 The loop never waits for a call and never works on what a client sent: a new call goes to the client's session
 thread, a repeated call gets its reply again, and a malformed message is counted and dropped. What one client
-can take of the server is bounded (pyps.remote.clients, pyps.remote.connections).
+can take of the server is bounded (pyps.remote.bounds).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pyps.remote.address import (
     is_loopback,
     needs_ipv6,
 )
-from pyps.remote.clients import FORGET_SECONDS, MAX_SESSIONS, SESSIONS_PER_PEER, ClientRecord, Clients
+from pyps.remote.bounds import MAX_SESSIONS, SESSIONS_PER_PEER, Bounds
+from pyps.remote.clients import FORGET_SECONDS, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.handlers import HANDLERS
 from pyps.remote.incoming import Incoming
 from pyps.remote.keys import KeyFolder
 from pyps.remote.local import SocketFolder
-from pyps.remote.memory import AnswerMemory, memory_share
 from pyps.remote.outbox import Outbox
 from pyps.remote.session import SessionReply
 from pyps.remote.site import Home, Site, wing
@@ -68,7 +68,6 @@ LOOK_SECONDS = 0.05
 SIGNAL_SECONDS = 0.5  # in which a handler runs at the latest
 WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
-CONNECTIONS_A_SESSION = 4  # its calls' and its pings', and as many that broke and are not known to have
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Server:
         check_store_name("serve", store)
         _check_options(bind, keys, insecure, client_timeout_seconds, sessions_per_client)
         self.counters = Counters()
-        self.store, self._per_client = store, sessions_per_client
+        self.store = store
         several = wing()
         self._shards = several.host(store, home, self._note_opened)
         self._keys: KeyFolder | None = None
@@ -126,10 +125,9 @@ class Server:
             self._note_created,
             self._note_opened,
             self._shards,
-            AnswerMemory(memory_share()),
+            Bounds(sessions_per_client),
             None if bind is None and keys is None else {},  # processes of one user may do all that it can
             Handlers({**HANDLERS, **several.handlers}),
-            {},
             self._ranks_of,
         )
         self._closed = self._stopping = False
@@ -138,7 +136,7 @@ class Server:
         self._created = False
         self._hold()
         self._outbox = Outbox()
-        self._clients = Clients(self._site, self._outbox, sessions_per_client)
+        self._clients = Clients(self._site, self._outbox)
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
         self._guard: ThreadAuthenticator | None = None
         self._folder: SocketFolder | None = None
@@ -233,7 +231,7 @@ class Server:
             pair = self._keys.keys
             router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()
             router.zap_domain = DOMAIN.encode()
-        self._connections = Connections(router, CONNECTIONS_A_SESSION * self._per_client)
+        self._connections = Connections(router, self._site.bounds.connections)
         if bind is None and keys is None:
             self._folder = SocketFolder(self.store)
             self._folder.bind(router)
@@ -302,7 +300,7 @@ class Server:
 
     def _look(self, drained: bool) -> None:
         """What is done from time to time."""
-        self._site.memory.sweep()
+        self._site.bounds.answers.sweep()
         self._connections.look(drained)
         self.counters.cut_off = self._connections.cut_off
         self.counters.timed_out += self._clients.expire()

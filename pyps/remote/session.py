@@ -19,9 +19,9 @@ from pyps.native import interrupt
 from pyps.native.values import PushResult
 from pyps.profiler.host_memory import trim_malloc
 from pyps.remote import verbs
+from pyps.remote.bounds import AnswerRoom
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import STRANGER, LinkSession
-from pyps.remote.memory import AnswerRoom
 from pyps.remote.outbox import Outbox
 from pyps.remote.site import Site, Whose
 from pyps.remote.wire import (

@@ -36,8 +36,8 @@ from pyps.errors import (
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
+from pyps.remote.bounds import memory_share
 from pyps.remote.framing import Frames, check_size, from_frames
-from pyps.remote.memory import memory_share
 from pyps.remote.wire import PushHeader
 from pyps.shards.cut import SCALE_BLOCK
 from pyps.shards.decisions import Decisions

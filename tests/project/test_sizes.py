@@ -19,7 +19,7 @@ MOST = {
     "pyps/formats": 2_361,
     "pyps/metrics": 278,
     "pyps/native": 2_157,
-    "pyps/remote": 4_320,
+    "pyps/remote": 4_311,
     "pyps/report": 2_467,
     "pyps/run": 2_380,
     "pyps/shards": 2_396,

@@ -29,8 +29,8 @@ import resource, sys
 bound, descriptors = map(int, sys.argv[1:])
 if descriptors:
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-from pyps.remote import memory, server
-memory.cpu_free_bytes = lambda: 4 * bound
+from pyps.remote import bounds, server
+bounds.cpu_free_bytes = lambda: 4 * bound
 with server.Server("model", "tcp://0.0.0.0:*", insecure=True) as one:
     print(one.address.replace("0.0.0.0", "127.0.0.1"), flush=True)
     sys.stdin.read()

@@ -23,7 +23,7 @@ from pyps.errors import Busy, Fenced, LinkRefused
 from pyps.native import unlink
 from pyps.native.status import MemberState
 from pyps.native.values import Codec, Encoding, Hyper, Role
-from pyps.remote import clients, connections, create_store, incoming, open_store
+from pyps.remote import bounds, connections, create_store, incoming, open_store
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.keys import KeyFolder
@@ -94,7 +94,7 @@ class TestThreads:
 
     def test_end_with_their_session_also_while_it_waits(self, server: Server) -> None:
         """Twice as many as one peer may have: each has said goodbye in the middle of a long wait."""
-        for _ in range(2 * clients.SESSIONS_PER_PEER):
+        for _ in range(2 * bounds.SESSIONS_PER_PEER):
             with RawClient(server.address) as client:
 
                 def opens(one: RawClient = client) -> bool:
@@ -255,7 +255,7 @@ class TestSizes:
     def test_what_a_client_lets_lie_waits_for_room(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pyps.remote.memory.cpu_free_bytes", lambda: 16 * store.layout.flat_elements * 4)
+        monkeypatch.setattr("pyps.remote.bounds.cpu_free_bytes", lambda: 16 * store.layout.flat_elements * 4)
         with (
             Server("model", "tcp://0.0.0.0:*", insecure=True) as server,
             RawClient(server.address.replace("0.0.0.0", "127.0.0.1")) as client,
@@ -317,7 +317,7 @@ class TestShares:
                 one.__exit__()
 
     def test_all_together_are_bounded(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(clients, "MAX_SESSIONS", 2)
+        server._site.bounds.sessions.most = 2
         held = [RawClient(server.address) for _ in range(3)]
         assert [type(hello(one)) for one in held] == [Answer, Answer, Failure]
         for one in held:
@@ -344,7 +344,7 @@ class TestParts:
         assert answers(server)
 
     def test_many_connections_share_one_bound(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connections, "ALL_HELD_BYTES", 4 << 20)
+        monkeypatch.setattr(bounds, "ALL_HELD_BYTES", 4 << 20)
         wild = [RawConnection(server.address) for _ in range(8)]
         for one in wild:
             for _ in range(4):
@@ -365,7 +365,7 @@ class TestParts:
         assert answers(server)
 
     def test_silent_connections_make_room(self, server: Server) -> None:
-        server._connections.most = 8
+        server._site.bounds.connections.most = 8
         target = parse_address(server.address)
         strangers = [socket.create_connection((target.host, target.port)) for _ in range(20)]
         eventually(lambda: server.counters.cut_off >= 12)

@@ -72,7 +72,7 @@ def pinging(context: zmq.Context[Any], server: Server, keys: Path) -> zmq.Socket
 
 def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: Server, keys: Path) -> None:
     connections = server._connections
-    connections.most, connections._per_peer = MOST, MOST // 4
+    connections._bound.most, connections._bound.each = MOST, MOST // 4
     host, port = parse_address(server.address + f"?keys={keys / 'maker.key'}").endpoint[6:].split(":")
     with ExitStack() as stack:
         context: zmq.Context[Any] = stack.enter_context(zmq.Context())
@@ -94,7 +94,7 @@ def test_new_workers_of_one_key_leave_planned_ranks_theirs(
     """Of room for seven workers two planned ranks need two; one key may have half of the rest."""
     worker = 4 * store.layout.flat_elements * store.layout.staging_buffers
     fake = SimpleNamespace(f_bavail=7 * worker, f_frsize=1)
-    monkeypatch.setattr("pyps.remote.segment_room.os", SimpleNamespace(statvfs=lambda _: fake))
+    monkeypatch.setattr("pyps.remote.bounds.os", SimpleNamespace(statvfs=lambda _: fake))
     with ExitStack() as stack:
         clients = [stack.enter_context(open_store(at(server, keys, "hostile"))) for _ in range(3)]
         for rank, one in enumerate(clients[:2], 2):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from shaped import SERVER, Shaped, missing, shaped
 
-from pyps.remote.keys import make_keys
+from pyps.remote.keys import KeyFolder
 from pyps.store import Store
 
 REASON = missing()
@@ -79,7 +79,7 @@ def training(
     tmp_path: Path, codec: str, options: str = "", silence: float = 10.0, rounds: int = ROUNDS
 ) -> Iterator[tuple[Shaped, subprocess.Popen[str]]]:
     """A server in one namespace, and a client in the other that steps once for each line that it gets."""
-    make_keys(tmp_path / "keys")
+    KeyFolder.open(tmp_path / "keys").save()
     with ExitStack() as stack:
         pair = stack.enter_context(shaped(RATE))
         python = (sys.executable, "-c")

@@ -15,7 +15,7 @@ import pytest
 from remote_tools import eventually
 
 from pyps import BSP
-from pyps.errors import Fenced
+from pyps.errors import Fenced, TimedOut
 from pyps.native.transfer import TransferRequest
 from pyps.native.values import Codec, Encoding, Hyper, PushRequest, PushResult
 from pyps.remote import open_store
@@ -115,3 +115,25 @@ def follow(store: Store, version: int) -> None:
     staging["w"][:] = 0.0
     result = store.push(staging, 4, HYPER)
     assert (result.version, result.sources) == (version, 2)
+
+
+@pytest.mark.parametrize("verb", ["push", "exchange", "transfer"])
+def test_a_push_that_timed_out_in_its_round_and_is_resumed_after_a_silence_counts(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    with pair(monkeypatch) as (store, far, fall_silent):
+        for one in (store, far):
+            one.start()
+        staging = far.stage()
+        staging["w"][:] = 1.0
+        make = partial(push_request, samples=4, hyper=HYPER, groups=1)
+        with pytest.raises(TimedOut):
+            push(far, make(staging, timeout=0.05), verb)
+        fall_silent()
+        result = push(far, make(staging), verb)
+        assert (result.version, result.samples, result.rank_pushes) == (0, 4, 1)
+        with pytest.raises(Fenced, match="nothing was heard"):
+            far.start()
+        far.rejoin()
+        follow(store, 1)
+        assert np.abs(store.pull()[0][:SIZE] + 0.5).max() < 1e-6
