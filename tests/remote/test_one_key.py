@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hostile_key
 import numpy as np
 import pytest
 import zmq
@@ -181,3 +182,9 @@ def test_no_connection_is_left_by_those_that_come_and_go(server: Server, keys: P
         for _ in range(5):
             pinging(context, server, keys).close()
     eventually(lambda: len(server._connections) == 0)
+
+
+def test_honest_workers_go_on_beside_a_hostile_key(capfd: pytest.CaptureFixture[str]) -> None:
+    """A few seconds of what tests/helpers/hostile_key.py measures in ten minutes."""
+    passed = hostile_key.trial(0.01, 3.0)
+    assert passed, capfd.readouterr().out
