@@ -1,6 +1,6 @@
 /* policy_round.c: policies that collect several gradients into one step, a round.
  *
- * BSP: a round has the gradient of every worker.
+ * BSP: a round has the gradient of every worker; while one is away, of a global batch all the same.
  * Backup(k): all but k. A late worker's samples are taken back, and its gradient never enters a later round
  * (Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting distributed synchronous SGD, 2016).
  * n-softsync: any floor(N / n) gradients, each taking 1 / staleness of a step; no worker waits for the round
@@ -103,18 +103,18 @@ static void divide_samples(struct view *v, double samples, double speeds, bool t
     fill_small_batches(v);
 }
 
-/* Divides the global batch among the present ranks by speed, within their memory limits. If every rank is at
- * its limit, the rest is divided over all again, to be computed in micro-batches. */
+/* Divides the global batch among the present ranks: by speed, or for BSP by plan, where others have the samples of
+ * ranks that are away; within their memory limits. If every rank is at its limit, the rest is divided over all again. */
 static void size_batches(struct view *v) {
     double samples = 0, speeds = 0, all;
-    bool timed = all_timed(v);
+    bool by_speed = policy_find(v->policy)->resizes_batches, timed = by_speed && all_timed(v);
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         rank->next_batch = 0;
         samples += rank->total.batch;
         if (present(v, rank)) speeds += speed(rank, timed);
     }
-    if (speeds <= 0) return;
+    if (speeds <= 0 || (!by_speed && speeds >= samples)) return; /* as planned: none is away */
     all = speeds;
     while (speeds > 1e-9 * all && samples > 0 && fix_limited(v, &samples, &speeds, timed)) continue;
     if (samples < 1) return;
@@ -131,6 +131,7 @@ const struct policy policy_bsp = {.name = "bsp",
                                   .stages = true,
                                   .waits_for_round = true,
                                   .closes = all_staged,
+                                  .on_open = size_batches,
                                   .progress = progress};
 const struct policy policy_backup = {.name = "backup",
                                      .assigns_rounds = true,

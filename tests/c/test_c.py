@@ -68,6 +68,7 @@ def test_what_becomes_of_a_push_that_failed(programs_folder: Path, name: str) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.promise("appends to nothing but journals")
 @pytest.mark.parametrize("name", programs.MISUSE)
 def test_what_is_wrong_is_an_error(programs_folder: Path, name: str) -> None:
     done = programs.run(programs.build(programs_folder, "misuse"), name)

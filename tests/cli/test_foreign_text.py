@@ -47,6 +47,7 @@ def test_control_and_direction_signs_are_escaped() -> None:
     assert shown("a\nb\tc\x00", keep="\n\t") == "a\nb\tc\\x00"
 
 
+@pytest.mark.promise("control characters in names, paths and keys are shown escaped")
 @pytest.mark.parametrize(
     "line",
     [
@@ -87,6 +88,7 @@ FIFO_READERS = {
 }
 
 
+@pytest.mark.promise("a pipe in place of one")
 @pytest.mark.parametrize("name", FIFO_READERS)
 def test_a_pipe_in_place_of_a_file_is_refused_soon(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +236,7 @@ def test_an_interrupt_while_modules_are_imported_is_quiet(tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.promise("you have to name the script")
 def test_a_run_that_others_may_write_to_starts_no_script_of_its_own(tmp_path: Path) -> None:
     out, path = tmp_path / "out", script(tmp_path)
     out.mkdir()
@@ -253,6 +256,7 @@ def test_a_run_that_others_may_write_to_starts_no_script_of_its_own(tmp_path: Pa
         assert "others own" in in_process("run", ["--resume", str(out)], tmp_path).err
 
 
+@pytest.mark.promise("its path is shown first")
 @pytest.mark.slow
 def test_a_start_that_fails_leaves_the_run_as_it_was(shm: Path, tmp_path: Path) -> None:
     """Also one that was killed: the next start puts everything back. Then the advice works."""

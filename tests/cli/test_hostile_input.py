@@ -25,6 +25,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return lambda name, *arguments: in_process(name, list(arguments), tmp_path)
 
 
+@pytest.mark.promise("every field is checked")
 def test_a_hundred_hostile_inputs() -> None:
     """`make fuzz-input` tries thousands."""
     assert fuzz(range(100_000, 100_100)) == []

@@ -66,6 +66,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(
     assert said.count("pyps: metrics: tensorboard: no further figures: [Errno 28] No space left") == 1
 
 
+@pytest.mark.promise("listens on loopback")
 def test_prometheus_serves_gauges_on_this_machine_alone() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     with open_sink("prometheus:0") as sink:

@@ -131,6 +131,7 @@ def test_a_wait_changes_no_words(shm: Path) -> None:
     assert not drive.start(0), "and still the answer is to the same view"
 
 
+@pytest.mark.promise("`--policy a.B`: imports module")
 def test_text_leads_to_it_and_to_nothing_else() -> None:
     assert policy_named("halving.Halving:bound=1") == Halving(bound=1)
     assert str(Halving(most=7)) == "halving.Halving:most=7"

@@ -71,6 +71,7 @@ def greedy(address: str) -> Iterator[list[RawClient]]:
         yield clients
 
 
+@pytest.mark.promise("the bytes of calls and answers, counted before they are made")
 @pytest.mark.parametrize("verb", ["snapshot", "state", "pull"])
 def test_answers_that_are_not_read_are_bounded(shm: Path, verb: str) -> None:
     """Also the first ones of each session: they are counted before they are made."""
@@ -132,6 +133,7 @@ def silent(address: str) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.promise("keeps descriptors for the admitted")
 def test_descriptors_are_kept_for_the_admitted(shm: Path) -> None:
     with serving(descriptors=64) as (address, server), silent(address):
         time.sleep(0.3)

@@ -550,6 +550,7 @@ def test_a_connection_that_is_cut_and_one_that_takes_its_place(server: Server) -
         assert isinstance(client.ask("status"), Answer)
 
 
+@pytest.mark.promise("`pyps keys revoke` ends its sessions at once")
 def test_a_revoked_key_ends_its_sessions_at_once(store: Store, tmp_path: Path) -> None:
     keys = KeyFolder.open(tmp_path / "keys")
     for name in ("bad", "good"):

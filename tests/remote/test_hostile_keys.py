@@ -150,7 +150,9 @@ def hold(folder: Path, count: int, calls: int) -> None:
         assert victim.slowest < SLOWEST_SECONDS
 
 
+@pytest.mark.promise("is an error for its sender alone")
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.promise("act as another key's session or worker")
 def test_another_trains_on_exactly(shm: Path, tmp_path: Path, count: int) -> None:
     hold(tmp_path / "keys", count, 3 * len(VERBS))
 

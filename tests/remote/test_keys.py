@@ -114,6 +114,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
         make_keys(tmp_path / "keys")
 
 
+@pytest.mark.promise("Key files must be yours")
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 def test_what_another_user_owns_is_refused(tmp_path: Path) -> None:
     """Also by root: its owner can change it."""
@@ -196,6 +197,7 @@ def test_the_commands(store: Store, tmp_path: Path) -> None:
             child.terminate()
 
 
+@pytest.mark.promise("all who reach it can read and change the store")
 def test_an_insecure_server_says_so(store: Store) -> None:
     command = [PYPS, "serve", "model", "--bind", "tcp://127.0.0.1:*", "--insecure"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -47,6 +47,7 @@ def store(shm: Path) -> Iterator[Store]:
         yield one
 
 
+@pytest.mark.promise("sockets lie in a folder of mode 0700")
 def test_lies_in_a_private_folder_and_goes_with_its_server(store: Store) -> None:
     with Server("model") as server:
         path = Path(server.address.removeprefix("ipc://"))
@@ -74,6 +75,7 @@ def test_a_killed_servers_socket_is_no_obstacle(store: Store) -> None:
             open_store(address).close()
 
 
+@pytest.mark.promise("the kernel says whose process connects")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_is_not_let_in(store: Store) -> None:
     def stranger(path: str) -> str:

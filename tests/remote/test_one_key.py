@@ -71,6 +71,8 @@ def pinging(context: zmq.Context[Any], server: Server, keys: Path) -> zmq.Socket
     return one
 
 
+@pytest.mark.promise("connections, sessions, calls under way")
+@pytest.mark.promise("Handshakes under way have a share")
 def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: Server, keys: Path) -> None:
     connections = server._connections
     connections._bound.most, connections._bound.each = MOST, MOST // 4
@@ -89,6 +91,7 @@ def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: 
             slow.recv(64)
 
 
+@pytest.mark.promise("New workers of one key get at most half")
 def test_new_workers_of_one_key_leave_planned_ranks_theirs(
     server: Server, store: Store, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +113,7 @@ def test_new_workers_of_one_key_leave_planned_ranks_theirs(
             stack.enter_context(open_store(at(server, keys, "maker"))).join(5, "new_worker")
 
 
+@pytest.mark.promise("it joins as these ranks alone, and does not re-plan")
 def test_a_key_that_is_bound_to_ranks_joins_as_these_and_does_not_plan(
     server: Server, store: Store, keys: Path
 ) -> None:
@@ -127,6 +131,7 @@ def test_a_key_that_is_bound_to_ranks_joins_as_these_and_does_not_plan(
         other.replan([1, 7])
 
 
+@pytest.mark.promise("at most 16,777,216 samples")
 def test_a_plan_has_a_sane_bound(store: Store) -> None:
     store.join()
     with pytest.raises(InvalidArgument, match="4294967296 samples"):
@@ -167,6 +172,7 @@ def test_names_of_keys_with_ranks_are_listed_and_revoked(keys: Path) -> None:
     assert KeyFolder.open(keys).ranks_of("bound") is None
 
 
+@pytest.mark.promise("removes the store that it made, never another")
 def test_a_server_that_ends_leaves_another_store_of_its_name(server: Server, store: Store, shm: Path) -> None:
     path = shm / "pyps-model"
     os.rename(path, shm / "pyps-away")
@@ -184,6 +190,7 @@ def test_no_connection_is_left_by_those_that_come_and_go(server: Server, keys: P
     eventually(lambda: len(server._connections) == 0)
 
 
+@pytest.mark.promise("take all connections, sessions, descriptors or memory")
 def test_honest_workers_go_on_beside_a_hostile_key(capfd: pytest.CaptureFixture[str]) -> None:
     """A few seconds of what tests/helpers/hostile_key.py measures in ten minutes."""
     passed = hostile_key.trial(0.01, 3.0)

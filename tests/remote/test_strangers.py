@@ -99,6 +99,7 @@ class TestKeys:
             monkeypatch.setenv("PYPS_KEYS", str(tmp_path / "client.key"))
             assert works(here)
 
+    @pytest.mark.promise("Connections with keys: CurveZMQ")
     def test_seal_frames_that_are_just_as_large_as_the_store(self, shm: Path, tmp_path: Path) -> None:
         tensors = {"w": np.zeros(MAX_HEADER_BYTES // 4 + 1)}
         with (
@@ -107,6 +108,7 @@ class TestKeys:
         ):
             assert works(f"{server.address}?keys={tmp_path / 'client.key'}")
 
+    @pytest.mark.promise("without an admitted key")
     def test_other_ones_do_not(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pyps.remote.client.CONNECT_SECONDS", PATIENCE)
         ours, others = make_keys(tmp_path / "a"), make_keys(tmp_path / "b")
@@ -142,6 +144,7 @@ class TestAddresses:
     @pytest.mark.parametrize(
         "bind", ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://[::]:*", "tcp://10.0.0.1:5555", "tcp://127.0.0.1:*"]
     )
+    @pytest.mark.promise("Without keys, `pyps serve` listens on a unix socket")
     def test_nothing_goes_over_tcp_in_the_clear(self, bind: str) -> None:
         with pytest.raises(InputError, match="without keys"):
             Server("model", bind)

@@ -112,6 +112,8 @@ def folder(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", list(steps(100, staleness=1, absent=(4.0, 8.0))))
 
 
+@pytest.mark.promise("show the run's text escaped")
+@pytest.mark.promise("load nothing from the network")
 def test_sections_findings_and_links(folder: Path) -> None:
     page = make_page(load_run([folder]), folder / "report.html")
     parsed = Parsed(page)

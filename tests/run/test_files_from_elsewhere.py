@@ -51,6 +51,7 @@ def change_setup(run_dir: Path, **changes: Any) -> None:
     (run_dir / SETUP_FILE).write_text(json.dumps(raw), encoding="utf-8")
 
 
+@pytest.mark.promise("remove no store but one of a run alone")
 def test_a_store_that_run_json_names_is_not_removed(run_dir: Path, shm: Path) -> None:
     """But one of a run alone, by a name that only that run has."""
     own = new_store()
@@ -63,6 +64,7 @@ def test_a_store_that_run_json_names_is_not_removed(run_dir: Path, shm: Path) ->
         left.unlink(missing_ok=True)
 
 
+@pytest.mark.promise("a policy of your own needs `--policy` again")
 @pytest.mark.parametrize("where", ["options", "plan", "checkpoint", "plan of a checkpoint"])
 def test_a_policy_is_imported_only_if_the_user_names_it(run_dir: Path, tmp_path: Path, where: str) -> None:
     evil = msgspec.structs.replace(make_plan(), run=RunMode(policy="evilmod.P"))
@@ -85,6 +87,7 @@ def test_a_policy_is_imported_only_if_the_user_names_it(run_dir: Path, tmp_path:
     assert not Path("ran").exists()
 
 
+@pytest.mark.promise("A link or a pipe in a resumed folder is refused")
 @pytest.mark.parametrize("name", ["run.jsonl", "journal", "checkpoints", "undone.jsonl", "worker-0-7.jsonl"])
 def test_a_link_in_a_resumed_folder_is_not_followed(run_dir: Path, tmp_path: Path, name: str) -> None:
     target = tmp_path / "mine"

@@ -93,6 +93,7 @@ def test_a_part_under_anothers_number_is_refused(attacked: Attacked, index: int)
     assert attacked.servers[index]._shards.shard._staged.tags() == []
 
 
+@pytest.mark.promise("a push counts only with every server's receipt")
 def test_a_commit_whose_parts_no_shard_was_sent_is_refused(attacked: Attacked) -> None:
     claim, calls = attacked.other.start(), backend(attacked.other)
     header = calls._header(PushRequest(0, claim.count, (ONE,)))
@@ -142,6 +143,8 @@ def test_anothers_copy_is_not_given(attacked: Attacked) -> None:
     assert set(out.tolist()) == {1.0}
 
 
+@pytest.mark.promise("only a model that has lost a shard can be removed")
+@pytest.mark.promise("remove or replace a model whose servers are there")
 def test_a_head_whose_shards_are_there_stays(attacked: Attacked) -> None:
     with attacked.stranger(0) as client, pytest.raises(InvalidArgument, match="all 2 shards"):
         client.call(REMOVE_HEAD(PROTOCOL, "model", attacked.run))

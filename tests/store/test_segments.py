@@ -97,6 +97,7 @@ def test_random_bytes(shm: Path, data: bytes) -> None:
         opened(shm, data)
 
 
+@pytest.mark.promise("owner, mode, size and offsets are checked at opening")
 @FIXED
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
 def test_damage_anywhere_is_an_error_or_harmless(
@@ -111,12 +112,14 @@ def test_damage_anywhere_is_an_error_or_harmless(
         opened(shm, bytes(data))
 
 
+@pytest.mark.promise("segments have mode 0600")
 @pytest.mark.parametrize("mode", [0o666, 0o620, 0o604])
 def test_wrong_mode(shm: Path, whole: bytes, mode: int) -> None:
     with pytest.raises(errors.NotOurs):
         opened(shm, whole, mode)
 
 
+@pytest.mark.promise("Another user's segment is refused")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_wrong_owner(shm: Path, whole: bytes) -> None:
     path = shm / "pyps-theirs"

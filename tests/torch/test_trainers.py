@@ -53,6 +53,7 @@ def test_a_sampler_that_repeats_samples_or_leaves_some_out_is_not_replaced() -> 
     assert not is_shuffled(SequentialSampler(range(8)))
 
 
+@pytest.mark.promise("runs no code of its own")
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     found = trained("accelerate_train.py", tmp_path)
