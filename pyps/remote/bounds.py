@@ -146,7 +146,7 @@ class AnswerRoom:
         self._answers.drop(self)
 
 
-class Bounds:
+class ServerBounds:
     """The bounds of one server, by its process's limits of descriptors and memory."""
 
     def __init__(self, sessions_per_peer: int) -> None:

@@ -36,7 +36,7 @@ from pyps.remote.address import (
     is_loopback,
     needs_ipv6,
 )
-from pyps.remote.bounds import MAX_SESSIONS, SESSIONS_PER_PEER, Bounds
+from pyps.remote.bounds import MAX_SESSIONS, SESSIONS_PER_PEER, ServerBounds
 from pyps.remote.clients import FORGET_SECONDS, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
@@ -125,7 +125,7 @@ class Server:
             self._note_created,
             self._note_opened,
             self._shards,
-            Bounds(sessions_per_client),
+            ServerBounds(sessions_per_client),
             None if bind is None and keys is None else {},  # processes of one user may do all that it can
             Handlers({**HANDLERS, **several.handlers}),
             self._ranks_of,

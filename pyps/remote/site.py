@@ -14,7 +14,7 @@ from typing import Protocol
 from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Config, Layout
-from pyps.remote.bounds import Bounds
+from pyps.remote.bounds import ServerBounds
 from pyps.remote.verbs import Caller, Handlers
 from pyps.store.backend import Backend
 
@@ -118,7 +118,7 @@ class Site:
     ]  # called with a store, or None: a shard, that was made through the link
     opened: Callable[[Layout], None]  # called by every session that opens or makes the store
     shards: WingHost  # of a model over several servers
-    bounds: Bounds
+    bounds: ServerBounds
     planners: dict[bytes, str] | None  # peers, by the sessions for which they may plan; None: all may
     handlers: Handlers
     ranks_of: Callable[[str], tuple[int, ...] | None]  # those that a peer's key is bound to; None: to none

@@ -1,4 +1,4 @@
-"""While a rank of BSP is away, the others have its samples: rounds stay global batches."""
+"""Rounds of BSP stay global batches while a rank is away, whose samples the others have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCHES, SAMPLES = [2, 4, 6], 240
 
 
 def test_rounds_stay_global_batches_while_a_rank_is_away() -> None:
-    """Of twenty rounds one is short, in which the rank died, and one more has what is left of its samples."""
+    """One round is short, in which the rank died, and a later one has what is left of its samples."""
     drive = Drive(BSP(), BATCHES, samples=SAMPLES)
     for _ in range(3):
         turns(drive, [0, 1, 2])
@@ -39,7 +39,7 @@ def test_all_that_are_there_have_their_planned_batches() -> None:
 
 
 def turns(drive: Drive, ranks: list[int]) -> None:
-    """A round of these: each starts, then each pushes."""
+    """Take a round: each starts, then each pushes."""
     there = [k for k in ranks if drive.start(k)]
     for k in there:
         drive.push(k)

@@ -16,7 +16,6 @@ HOSTILE = "a hostile client uses what an honest one keeps to itself"
 EXCEPTIONS = {
     "helpers/ddp_balance_jobs.py": "ranks that serve all tests forget that an earlier one weighted",
     "helpers/ranks.py": "torch names groups by a count that it gives no other way to set",
-    "helpers/hostile_key.py": HOSTILE,
     "helpers/replica_jobs.py": "emulated devices take the place of measured ones",
     "helpers/shard_tools.py": FAULT,
     "helpers/trainer_cells.py": "one process makes many Accelerators, which are one in a user's",
