@@ -107,7 +107,7 @@ static void divide_samples(struct view *v, double samples, double speeds, bool t
  * ranks that are away; within their memory limits. If every rank is at its limit, the rest is divided over all again. */
 static void size_batches(struct view *v) {
     double samples = 0, speeds = 0, all;
-    bool by_speed = policy_find(v->policy)->resizes_batches, timed = by_speed && all_timed(v);
+    bool by_speed = v->policy == PYPS_HPS, timed = by_speed && all_timed(v);
     for (uint32_t r = 0; r < v->ranks; r++) {
         struct rank *rank = view_rank(v, r);
         rank->next_batch = 0;

@@ -15,7 +15,6 @@ from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
 from pyps.store.codec import encoded_vector_bytes, name_of
-from pyps.store.policies import BSP
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
@@ -73,7 +72,8 @@ class Attached:
         binding, needs = self.binding, self.needs
         samples = step.done if step.finite else 0
         hyper = hyper_of(self.attachment)
-        self.rule.check(self.client.store, hyper)
+        if self.transport.depth == 1 and (self.rule.is_exact or not self.schedule):  # a pipeline cannot wait
+            self.rule.check(self.client.store, hyper)
         hyper += binding.buffers.hyper()
         step.lr, share = hyper[0].lr, step.share
         if self.local is not None:
@@ -177,7 +177,7 @@ def attached(
         local,
         weights,
         ScriptChanges(stored),
-        RuleWatch(store.layout.policy == BSP.number and settings.depth == 1),
+        RuleWatch(needs.lets_ranks_rest and not store.policy_params().backup),
     )
 
 

@@ -135,19 +135,19 @@ def _check(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 class RuleWatch:
     """Warns once where a store trains with other constants than this worker pushes: those of another rank.
 
-    is_exact: the store's are of the round of this worker's last push, as in `bsp` without a pipeline. Else
-    they are compared only while this worker's stay as they are.
+    is_exact: the store's are of the round of this worker's last push, as in `bsp`. Else they are compared
+    only while this worker's stay as they are.
     """
 
     def __init__(self, is_exact: bool) -> None:
-        self._is_exact, self._pushes, self._has_warned = is_exact, 0, False
+        self.is_exact, self._pushes, self._has_warned = is_exact, 0, False
         self._before: tuple[Hyper, ...] = ()
 
     def check(self, store: Store, now: tuple[Hyper, ...]) -> None:
         """Compare before pushes 2, 3, 5, 9, ...: over a link it is a call."""
         before, self._before, pushes = self._before, now, self._pushes
         self._pushes += 1
-        is_due = pushes > 0 and not pushes & (pushes - 1) and (self._is_exact or before == now)
+        is_due = pushes > 0 and not pushes & (pushes - 1) and (self.is_exact or before == now)
         if is_due and not self._has_warned:
             self._has_warned = warn_of_other_constants(store, before, "pushes with", SAME_RULE)
 

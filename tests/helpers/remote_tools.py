@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES
+from pyps.remote.keys import KeyFolder, ServerKeys
 from pyps.remote.wire import Answer, Call, Failure, Pong, decode_reply, encode, encode_raw
 
 PATIENCE_SECONDS = 20.0
@@ -31,6 +33,13 @@ def eventually(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> N
     while not what():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.01)
+
+
+def make_keys(folder: Path) -> ServerKeys:
+    """The server's keys, and with new ones those of a first client."""
+    found = KeyFolder.open(folder)
+    found.save()
+    return found.keys
 
 
 class Relay:

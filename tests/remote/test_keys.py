@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from remote_tools import eventually
+from remote_tools import eventually, make_keys
 from typer.testing import CliRunner
 
 from pyps.cli.keys import app
 from pyps.errors import InputError, LinkRefused
 from pyps.remote import open_store
-from pyps.remote.keys import KeyFolder, make_keys, read_client_keys, read_server_keys
+from pyps.remote.keys import KeyFolder, read_client_keys, read_server_keys
 from pyps.remote.server import Server
 from pyps.store import Store
 

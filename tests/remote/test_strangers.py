@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import zmq
 from hostile import mutated
-from remote_tools import RawClient, eventually
+from remote_tools import RawClient, eventually, make_keys
 
 from pyps.errors import InputError, LinkLost, LinkRefused, SegmentNotFound
 from pyps.native.values import Codec, Encoding, Hyper, Role
 from pyps.remote import open_store
 from pyps.remote.address import is_loopback, parse_address
-from pyps.remote.keys import KeyFolder, ServerKeys, read_client_keys, read_server_keys
+from pyps.remote.keys import read_client_keys, read_server_keys
 from pyps.remote.server import Server
 from pyps.remote.wire import MAX_HEADER_BYTES, PROTOCOL, Answer, Failure, PushHeader
 from pyps.store import Store
@@ -57,13 +57,6 @@ def works(address: str) -> bool:
         version = far.push(staging, claim.count, HYPER).version
         assert np.all(far.pull()[0] == 0.0)
         return version > 0
-
-
-def make_keys(folder: Path) -> ServerKeys:
-    """The server's keys, and with new ones those of a first client."""
-    found = KeyFolder.open(folder)
-    found.save()
-    return found.keys
 
 
 class TestKeys:
