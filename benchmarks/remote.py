@@ -34,7 +34,7 @@ from shaped import SERVER, Shaped, shaped
 
 from pyps import Hyper, Store
 from pyps.remote import open_store
-from pyps.remote.keys import make_keys
+from pyps.remote.keys import KeyFolder
 from pyps.remote.server import Server
 from pyps.store.codec import Codec, Encoding, fed_back
 
@@ -177,7 +177,7 @@ def main() -> None:
             pair = stack.enter_context(shaped(options.rate))
             enter(pair.client)
             host, others = Host(SERVER, pair.server), peers_on(n, pair)
-        make_keys(keys := str(Path(folder) / "keys"))
+        KeyFolder.open(keys := str(Path(folder) / "keys")).save()
         rivals = [
             bare(n, host),
             *others,

@@ -1,0 +1,36 @@
+"""What benchmarks and examples import of pyps is there: they run rarely, so a moved name is found here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each import from pyps in a script, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pyps":
+            yield from ((node.module, name.name) for name in node.names)
+
+
+def is_there(module: str, name: str) -> bool:
+    """Look for a name, or for a module. What wants a library that is not installed passes."""
+    try:
+        if hasattr(importlib.import_module(module), name):
+            return True
+    except ModuleNotFoundError as error:
+        return error.name is not None and not error.name.startswith("pyps")
+    return importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_imports_is_there(path: Path) -> None:
+    missing = [f"{module}.{name}" for module, name in imported(path) if not is_there(module, name)]
+    assert not missing
