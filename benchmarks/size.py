@@ -36,6 +36,7 @@ BUDGETS = {
     "pyps/remote": 3_200,
     "pyps/report": 2_000,
     "pyps/run": 2_200,
+    "pyps/sharding": 1_100,
     "pyps/shards": 2_300,
     "pyps/simulate": 2_200,
     "pyps/step": 900,

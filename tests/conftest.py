@@ -34,7 +34,8 @@ settings.load_profile("seeded")
 
 THOROUGH_SECONDS = 600  # on an idle machine none takes 100
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
-SLOW_FOLDERS = ("benchmarks", "c", "matrix", "remote", "run", "torch")  # of processes and sanitizers
+# Their tests start processes or sanitizers.
+SLOW_FOLDERS = ("benchmarks", "c", "matrix", "remote", "run", "sharding", "torch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

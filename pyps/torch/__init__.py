@@ -1,10 +1,9 @@
 """Uneven data parallelism on torch's DistributedDataParallel: a batch for each rank, and the exact gradient.
 
-loader = DataLoader(dataset, batch_sampler=(sampler := UnevenBatchSampler(dataset, "plan.json")))
-mean = GlobalMean(DistributedDataParallel(model), sampler)
-mean.backward(loss)
+model, loader, step = uneven(model, dataset, 256, optimizer=optimizer)
 """
 
+from pyps.sharding.optimizer import shard_optimizer
 from pyps.solver.online.decide import SplitChange
 from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
@@ -41,6 +40,7 @@ __all__ = [
     "check_gradient",
     "load",
     "save",
+    "shard_optimizer",
     "to_sink",
     "uneven",
 ]

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.shards"}),  # a wing: see WINGS
     frozenset({"pyps.checkpoint"}),
     frozenset({"pyps.worker", "pyps.report"}),
-    frozenset({"pyps.run", "pyps.simulate", "pyps.torch"}),
+    frozenset({"pyps.run", "pyps.sharding", "pyps.simulate", "pyps.torch"}),
     frozenset({"pyps.ray"}),
     frozenset({"pyps.cli"}),
     frozenset({"pyps.__main__"}),
@@ -41,6 +41,7 @@ BANNED = {
     "pyps.simulate": ("pyps.store.store", "pyps.worker.loop", "pyps.run", "pyps.torch"),
     "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker.loop", "pyps.run", "pyps.simulate"),
     "pyps.run": ("torch", "pyps.worker.loop", "pyps.simulate", "pyps.torch"),
+    "pyps.sharding": ("pyps.store", "pyps.native", "pyps.worker", "pyps.run", "pyps.simulate"),
     "pyps.solver": ("torch", "pyps.native", "pyps.profiler.measure"),
     "pyps.profiler": ("pyps.native", "pyps.solver"),
     "pyps.native": ("torch", "pyps.solver", "pyps.profiler"),

@@ -1,0 +1,1 @@
+"""Memory in proportion to each device: optimizer states and parameters that ranks hold by unlike shares."""

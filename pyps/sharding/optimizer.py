@@ -1,0 +1,209 @@
+"""shard_optimizer: an optimizer's state in proportion to shares, under DistributedDataParallel (ZeRO-1).
+
+    model = DistributedDataParallel(model)
+    optimizer = AdamW(model.parameters())
+    shard_optimizer(optimizer, [2 / 3, 1 / 3])
+    ...
+    loss.backward(); clip_grad_norm_(model.parameters(), 1.0); optimizer.step(); optimizer.zero_grad()
+
+The optimizer stays the user's own object. Its groups have the whole parameters, as before, whose gradients
+DDP has made alike on all ranks: so clipping, a GradScaler and schedulers work as they do. Within step() the
+groups have this rank's pieces instead, which are views of the parameters, with views of their gradients.
+Afterwards each rank's part of the parameters goes to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from pyps.errors import InputError
+from pyps.sharding.elementwise import check_elementwise
+from pyps.sharding.flat import FlatVector, agree, world
+from pyps.sharding.layout import SharesLike, read_shares
+from pyps.sharding.state import Owned, cut_state, whole_of
+
+CALL = "shard_optimizer"
+MOST_BYTES = 1 << 26  # of a vector, unless a parameter has more: what is held twice while vectors are made
+NOT_SHARDED = "a state that is on this rank alone"
+_sharded: WeakKeyDictionary[torch.optim.Optimizer, ShardedOptimizer] = WeakKeyDictionary()
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, shares: SharesLike, group: dist.ProcessGroup | None = None
+) -> torch.optim.Optimizer:
+    """Keep this rank's share of the optimizer's state alone; the same optimizer, which all ranks call it for.
+
+    optimizer: of a model in DistributedDataParallel, or of one whose gradients are alike on all ranks in
+    another way; one that computes each element by itself. Its parameters become views of flat vectors.
+    shares: of the ranks of `group`, which sum to one, or a plan with shares, or its file.
+    Call it before schedulers and hooks of the optimizer are made. state_dict() then needs
+    optimizer.consolidate_state_dict() on all ranks, as of a ZeroRedundancyOptimizer. Raises InputError for
+    shares, parameters and optimizers that differ by rank or do not fit.
+    """
+    group = world(group)
+    if optimizer in _sharded:
+        raise InputError(CALL, "optimizer", "a sharded one", "one call for each optimizer")
+    known = read_shares(shares, dist.get_world_size(group))
+    check_elementwise(CALL, optimizer)
+    named = list(_trained(optimizer))
+    described = [(slot, tuple(parameter.shape), str(parameter.dtype)) for slot, parameter in named]
+    agree(CALL, group, {"shares": known, "optimizer": type(optimizer).__name__, "parameters": described})
+    _sharded[optimizer] = ShardedOptimizer(
+        optimizer, [FlatVector(some, known, group) for some in _buckets(named)]
+    )
+    return optimizer
+
+
+def sharded_optimizer(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
+    """Return what shard_optimizer() has made of it, if it has."""
+    return _sharded.get(optimizer)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters that train, by number. Raises InputError for those that cannot be cut."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in enumerate(parameters):
+        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            found = f"a {type(parameter.data).__name__} with layout {parameter.layout}"
+            raise InputError(CALL, f"parameter {number}", found, "a plain tensor")
+        if parameter.requires_grad:
+            yield str(number), parameter
+
+
+def _buckets(
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+    """Yield the parameters in order, those of one dtype and device together, up to MOST_BYTES."""
+    waiting: dict[Any, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, parameter in named:
+        bucket = waiting.setdefault((parameter.dtype, parameter.device), [])
+        if bucket and sum(p.nbytes for _, p in bucket) + parameter.nbytes > MOST_BYTES:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append((name, parameter))
+    yield from waiting.values()
+
+
+class ShardedOptimizer:
+    """The pieces that an optimizer steps on this rank.
+
+    owned: of each trained parameter, by its number among those of the optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: list[FlatVector]) -> None:
+        self.flats, self.owned = flats, dict[int, Owned]()
+        self._pieces: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self._wholes: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self._state: dict[str, Any] | None = None
+        for flat in flats:
+            part = flat.vector[flat.mine]
+            for k, parameter in enumerate(flat.parameters):
+                piece = torch.nn.Parameter(flat.piece_of(part, k))
+                self.owned[int(flat.slots[k].name)] = Owned(flat, k, piece)
+                self._pieces[parameter], self._wholes[piece] = piece, parameter
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[piece] = self.owned[int(flat.slots[k].name)].cut(state)
+        self._stand_in(optimizer)
+
+    def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the place of step(), state_dict() and load_state_dict() of this object."""
+        inner = optimizer.step
+
+        def step(own: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **named: Any) -> Any:
+            if closure is not None:
+                named["closure"] = self._with_wholes(own, closure)
+            last = own.register_step_pre_hook(lambda *_: self._begin(own))
+            try:
+                return inner(**named)
+            finally:
+                last.remove()
+                self._show(own, self._wholes)
+
+        def state_dict(own: torch.optim.Optimizer) -> dict[str, Any]:
+            state, self._state = self._state, None
+            if state is None:
+                expected = "consolidate_state_dict() on all ranks before, which gives one rank all of it"
+                raise InputError("state_dict", "optimizer", NOT_SHARDED, expected)
+            return state
+
+        def load_state_dict(own: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+            with self.showing_pieces(own):
+                type(own).load_state_dict(own, cut_state(state, self.owned))
+
+        ended = optimizer.register_step_post_hook(lambda *_: self._end(optimizer))
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(ended.id, last=False)
+        own: Any = optimizer
+        own.step, own.state_dict = MethodType(step, optimizer), MethodType(state_dict, optimizer)
+        own.load_state_dict = MethodType(load_state_dict, optimizer)
+        own.consolidate_state_dict = MethodType(self._consolidate, optimizer)
+
+    def _consolidate(self, own: torch.optim.Optimizer, to: int = 0) -> None:
+        """Gather the state for the next state_dict() of rank `to`; all ranks call it."""
+        state = whole_of(self.pieces_state(own), self.owned, to)
+        self._state = state or None
+
+    def pieces_state(self, own: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return its state dict with this rank's pieces of each tensor."""
+        with self.showing_pieces(own):
+            found: dict[str, Any] = type(own).state_dict(own)
+        return found
+
+    @contextmanager
+    def showing_pieces(self, own: torch.optim.Optimizer) -> Iterator[None]:
+        """Within it, the optimizer's groups have pieces in place of parameters."""
+        self._show(own, self._pieces)
+        try:
+            yield
+        finally:
+            self._show(own, self._wholes)
+
+    def _show(self, own: torch.optim.Optimizer, instead: dict[torch.Tensor, torch.nn.Parameter]) -> None:
+        for group in own.param_groups:
+            group["params"] = [instead.get(parameter, parameter) for parameter in group["params"]]
+
+    def _with_wholes(self, own: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure computes gradients within step(): it sees parameters, and the step sees its gradients."""
+
+        def called() -> Any:
+            self._show(own, self._wholes)
+            try:
+                return closure()
+            finally:
+                self._begin(own)
+
+        return called
+
+    def _begin(self, own: torch.optim.Optimizer) -> None:
+        """Show pieces with their gradients. Raises InputError for parameters that are new, or moved."""
+        for number, parameter in enumerate(p for group in own.param_groups for p in group["params"]):
+            if parameter not in self._pieces and parameter.grad is not None:
+                expected = "parameters that the optimizer had, and that trained, when it was sharded"
+                raise InputError(CALL, f"parameter {number}", "a gradient of another one", expected)
+        for one in self.owned.values():
+            whole = one.flat.parameters[one.k]
+            if whole.data_ptr() != one.flat.vector[one.flat.places[one.k]].data_ptr():
+                expected = "model.to(), .half() and assignments to .data before shard_optimizer()"
+                raise InputError(CALL, f"parameter {one.name}", "a tensor in another place", expected)
+            gradient = whole.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise InputError(CALL, f"gradient {one.name}", str(gradient.layout), "a dense one")
+            cut = None if gradient is None else one.flat.slots[one.k].flat(gradient)[one.flat.pieces[one.k]]
+            one.piece.grad = cut
+        self._show(own, self._pieces)
+
+    def _end(self, own: torch.optim.Optimizer) -> None:
+        """Show parameters, and gather them."""
+        self._show(own, self._wholes)
+        for one in self.owned.values():
+            one.piece.grad = None
+        for work in [work for flat in self.flats for work in flat.gather()]:
+            work.wait()
