@@ -178,9 +178,12 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
 
 
 def allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:
-    """Return whether these batches keep the limits, and use all or none of each set that is tied together."""
+    """Return whether these batches keep the limits and the pool, and use all or none of each set that is tied
+    together.
+    """
     used = batches > 0
     whole = all(used[group].all() or not used[group].any() for group in constrained.together)
+    whole &= (pool := constrained.problem.pool) is None or pool.fits(batches)
     return whole and all(x.need[used].sum() <= x.at_most * WITHIN for x in constrained.limits)
 
 
@@ -313,7 +316,6 @@ def even_split(constrained: ConstrainedProblem) -> tuple[EvenSplit, list[float]]
     within &= batch <= problem.costs.last_batch(problem.max_batch)
     solution = observed(constrained, batch)
     seconds = solution.step_seconds.tolist()
-    kept = all(limit.need[batch > 0].sum() <= limit.at_most for limit in constrained.limits)
-    if not (within.all() and kept):
+    if not (within.all() and allowed(constrained, batch)):
         return EvenSplit(feasible=False), seconds
     return EvenSplit(feasible=True, seconds=solution.iteration_seconds), seconds

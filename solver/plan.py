@@ -74,6 +74,7 @@ from pyps.solver.report.warnings import (
     unlike_times,
     warnings_of,
 )
+from pyps.solver.shards import with_shares
 from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
@@ -521,7 +522,9 @@ def each_rank(plan: Plan, ranks: Sequence[PlannedRank]) -> Plan:
         )
         names = [f"{worker.name}-{k}" for k in range(n)] if n > 1 else [worker.name]
         found.append([msgspec.structs.replace(one, name=name) for name in names])
-    return by_rank(plan, found)
+    made = by_rank(plan, found)
+    cards = [rank.card for rank in ranks for _ in range(rank.group.ranks_each)]
+    return msgspec.structs.replace(made, workers=with_shares(made.workers, cards))
 
 
 def _bounds(group: WorkerGroup, profile: Profile, fit: Fit) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from pyps.solver.links import (
 from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.motion import Trip
+from pyps.solver.shards import Card, ModelState, check_alike, pool_of, state_of
 from pyps.solver.sync import Sync
 from pyps.solver.units import (
     ALL_REDUCE,
@@ -62,6 +63,7 @@ class PlannedRank:
     one. inside_seconds: in which a node's devices reduce their gradients among themselves.
     averaged: fp32 values of each parameter that travel with it. multiple: of how many samples its
     micro-batches are multiples, as its device is slower off these and its fit says nothing of others.
+    state: of a sharded model.
     """
 
     name: str
@@ -73,6 +75,16 @@ class PlannedRank:
     inside_seconds: float = 0.0
     averaged: int = 0
     multiple: int = 1
+    state: ModelState | None = None
+
+    @property
+    def card(self) -> Card | None:
+        """Its card, where it holds part of a sharded model; of a node, that of a rank of it."""
+        group, profile = self.one or (self.group, self.profile)
+        if self.state is None or profile.memory is None:
+            return None
+        budget = profile.memory.budget_bytes if group.free_bytes is None else group.free_bytes
+        return Card(self.state, profile.memory, budget)
 
     @property
     def one_profile(self) -> Profile:
@@ -112,7 +124,9 @@ def planned_ranks(
     pairs = zip(profiles, multiples, strict=True)
     profiles = [_steps_once(cluster, at_multiple(profile, each)) for profile, each in pairs]
     parts = cluster.run.accumulation or 1
-    each_group = zip(cluster.worker, profiles, strict=True)
+    each_group = list(zip(cluster.worker, profiles, strict=True))
+    states = [state_of(cluster, group, profile) for group, profile in each_group]
+    check_alike(cluster.worker, states)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in each_group]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
     _check_least(cluster, of_ranks)
@@ -128,7 +142,8 @@ def planned_ranks(
     fits = [_fit_of(group, profile) for group, profile in of_ranks]
     least = [(profile.min_batch or 1) * units_each(cluster, profile) for _, profile in of_ranks]
     groups = local_groups(cluster, at_once, [cost_of(fit) for fit in fits], least)
-    for group, (_, profile), most, multiple in zip(groups, of_ranks, at_once, multiples, strict=True):
+    found = zip(groups, of_ranks, at_once, multiples, states, strict=True)
+    for group, (_, profile), most, multiple, state in found:
         group = msgspec.structs.replace(group, max_accumulation=max(parts, group.max_accumulation))
         node, whole = of_node(group, profile, most // group.batch_multiple * group.batch_multiple)
         assert whole.fit is not None
@@ -140,6 +155,7 @@ def planned_ranks(
             one=(group, profile),
             averaged=cluster.run.average_moments or 0,
             multiple=multiple if multiple * units_each(cluster, profile) <= most else 1,
+            state=state,
         )
         synchronised = cluster.sync is not None and cluster.sync.kind != "none"
         if group.ranks_each > 1 and synchronised and group.inside_bandwidth is not None:
@@ -235,7 +251,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     inside = np.array([rank.inside_seconds for rank in ranks])
     if inside.any():
         costs = replace(costs, transfer=inside)
-    return Problem.of(
+    problem = Problem.of(
         costs,
         round_samples(cluster),
         min_batch=[rank.group.min_batch or 1 for rank in ranks],
@@ -243,6 +259,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         batch_multiple=[rank.group.batch_multiple for rank in ranks],
         required=[rank.group.required for rank in ranks],
     )
+    return replace(problem, pool=pool_of([rank.card for rank in ranks]))
 
 
 def _accumulated(

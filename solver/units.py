@@ -1,4 +1,4 @@
-"""A group and its profile as the solver has them: batches in the plan's unit, a shard's memory, whole nodes.
+"""A group and its profile as the solver has them: batches in the plan's unit, whole nodes.
 
 A batch of s times as many units takes the same time and memory: T'(b) = T(b / s). So a profile in samples of
 s tokens becomes one in tokens, and the profile of one of a node's s devices, which have equal batches, that
@@ -14,7 +14,6 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import (
-    MAX_BATCH,
     Cluster,
     Fit,
     Forecast,
@@ -26,11 +25,9 @@ from pyps.formats import (
     Sharding,
     WorkerGroup,
 )
-from pyps.formats.cluster import CLUSTER_FILE
+from pyps.solver.shards import GATHERED, of_shard, state_of
 
-BYTES = 4  # of a parameter, and of its gradient
-STATE_BYTES = {"SGD": 0, "SGD with momentum": 4, "Adam": 8, "AdamW": 8, "NAdam": 8, "RAdam": 8, "Adamax": 8}
-ALL_REDUCE, GATHERED = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
+ALL_REDUCE, GATHERS = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -77,8 +74,8 @@ def of_one_rank(cluster: Cluster, group: WorkerGroup, profile: Profile) -> tuple
 
     Raises InputError where the profile lacks what that needs.
     """
-    if cluster.sharding is not None:
-        profile = _sharded(cluster, group, profile)
+    if (state := state_of(cluster, group, profile)) is not None:
+        profile = of_shard(profile, state)
         group = msgspec.structs.replace(group, required=True)
     if group.parallel == "model" and group.devices > 1:
         group = _priced(group)
@@ -126,7 +123,7 @@ def of_node(group: WorkerGroup, profile: Profile, at_once: int) -> tuple[WorkerG
 
 def passes_of(sharding: Sharding | None) -> int:
     """Return how often the model travels around a ring of the ranks that share or shard it."""
-    return GATHERED if sharding is not None and sharding.stage == GATHERED else ALL_REDUCE
+    return GATHERS if sharding is not None and sharding.stage == GATHERED else ALL_REDUCE
 
 
 def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> float:
@@ -136,46 +133,6 @@ def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> 
         return 0.0
     a_step = group.inside_latency + model_bytes / n / group.inside_bandwidth
     return passes_of(cluster.sharding) * (n - 1) * a_step
-
-
-def _sharded(cluster: Cluster, group: WorkerGroup, profile: Profile) -> Profile:
-    """The profile of one rank of a sharded model: what it no longer holds is room for more samples. profile:
-    of the whole model.
-    """
-    memory, given = profile.memory, cluster.sharding
-    assert given is not None
-    if memory is None:
-        if given.stage == GATHERED:
-            expected = "a memory model: with stage = 3 it says how many samples fit"
-            raise InputError(group.profile, "memory", "nothing", expected)
-        return profile
-    parameters = profile.model.parameters
-    if parameters is None:
-        expected = "the model's number of parameters, for [sharding]"
-        raise InputError(group.profile, "model.parameters", "nothing", expected)
-    ranks = group.ranks_each
-    if ranks == 1:
-        ranks = sum(other.count for other in cluster.worker) // given.replicas
-    each: float = _state_bytes(given, group, profile)
-    each += BYTES if given.stage > 1 else 0
-    each += BYTES - 2 * BYTES * given.whole if given.stage == GATHERED else 0
-    saved = min(memory.fixed_bytes, int(parameters * each * (1 - 1 / ranks)))
-    most = profile.max_batch and min(MAX_BATCH, profile.max_batch + int(saved // memory.bytes_per_sample))
-    memory = msgspec.structs.replace(memory, fixed_bytes=memory.fixed_bytes - saved)
-    return msgspec.structs.replace(profile, memory=memory, max_batch=most)
-
-
-def _state_bytes(given: Sharding, group: WorkerGroup, profile: Profile) -> float:
-    """Bytes of the optimizer's state for each parameter."""
-    if given.optimizer_bytes is not None:
-        return given.optimizer_bytes
-    words = profile.model.optimizer or ""
-    name = words if words in STATE_BYTES else words.rpartition(" ")[0]
-    if name not in STATE_BYTES:
-        found = f"{words or 'nothing'} in {group.profile}"
-        expected = "sharding.optimizer_bytes, the bytes of its state for each parameter"
-        raise InputError(CLUSTER_FILE, "model.optimizer", found, expected)
-    return STATE_BYTES[name]
 
 
 def by_rank(plan: Plan, workers: list[list[PlanWorker]]) -> Plan:

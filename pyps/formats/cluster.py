@@ -204,10 +204,12 @@ class Sharding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too (fully_shard). replicas: copies
     of the sharded model (HSDP), each over as many ranks; where workers are nodes, each node has a copy.
     optimizer_bytes: of its state, for each parameter; by default as the profile's model.optimizer says.
-    whole: the share of the parameters, with their gradients, that stage 3 holds whole at a time.
+    whole: the share of the parameters, with their gradients, that stage 3 holds whole at a time. shares:
+    "memory": each rank's follows what its card has room for; "equal": all are alike.
     """
 
     stage: Literal[1, 2, 3]
+    shares: Literal["equal", "memory"] = "equal"
     replicas: Batch = 1
     optimizer_bytes: Elapsed | None = None
     whole: Fraction = 0.1
@@ -389,6 +391,26 @@ def _check_sharding(where: str, cluster: Cluster) -> None:
     if workers % given.replicas:
         found = f"{given.replicas}, of {workers} workers"
         raise InputError(where, "sharding.replicas", found, "a number that divides the workers")
+    if given.shares == "memory":
+        _check_unlike_shares(where, cluster, given)
+
+
+def _check_unlike_shares(where: str, cluster: Cluster, given: Sharding) -> None:
+    """Refuse what ranks with unlike shares cannot have: copies, other rounds than theirs."""
+    with_memory = 'with sharding.shares = "memory"'
+    if given.replicas > 1:
+        raise InputError(where, "sharding.replicas", str(given.replicas), f"1, {with_memory}")
+    if cluster.run.policy not in (None, "bsp"):
+        expected = f"bsp, or none, {with_memory}: ranks that divide one state wait for each other"
+        raise InputError(where, "run.policy", repr(cluster.run.policy), expected)
+    parts = cluster.run.accumulation or 1
+    for k, group in enumerate(cluster.worker):
+        if group.parallel == "data" and group.devices > 1:
+            raise InputError(where, f"worker[{k}].parallel", '"data"', f'"model", {with_memory}')
+        if max(parts, group.max_accumulation) > 1:
+            field = f"worker[{k}].max_accumulation" if group.max_accumulation > 1 else "run.accumulation"
+            expected = f"1, {with_memory}: its batches are computed at once"
+            raise InputError(where, field, str(max(parts, group.max_accumulation)), expected)
 
 
 def _check_choices(where: str, cluster: Cluster) -> None:

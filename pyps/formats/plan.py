@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from pyps.errors import InputError
-from pyps.formats.kinds import Batch, Bits, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
+from pyps.formats.kinds import Batch, Bits, Bytes, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
 from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
 from pyps.formats.profile import Fit, Memory
 
@@ -24,6 +24,25 @@ class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     feasible: bool
     seconds: Seconds | None = None
+
+
+class RankBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The bytes that a rank of a sharded model holds at most, and its card's `memory`.
+
+    fixed: what is neither the model's nor its samples'. activations: of a micro-batch.
+    """
+
+    fixed: Bytes
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    activations: Bytes
+    memory: Bytes
+
+    @property
+    def total(self) -> int:
+        """All that the rank holds."""
+        return self.fixed + self.parameters + self.gradients + self.optimizer + self.activations
 
 
 class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +58,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     may not leave the rank out. min_batch, batch_multiple: bounds of its batch, unless it is left out, that a
     run keeps too. mode: how it runs in the plan's mode; of a plan that names none, what `pyps run --pipeline`
     and `--codec plan` take: what hides its transfers within the error budget. null: its link is not known.
+    share: of the sharded state that the rank holds; null: the plan has no [sharding], or several copies.
+    bytes: by kind; max_batch and memory then are what its share leaves.
     """
 
     rank: Share
@@ -58,6 +79,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_batch: Batch = 1
     batch_multiple: Batch = 1
     mode: WorkerMode | None = None
+    share: Fraction | None = None
+    bytes: RankBytes | None = None
 
     @property
     def most_at_once(self) -> int:
@@ -251,7 +274,7 @@ def _offered(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_plan(where: str, plan: Plan) -> None:
-    """Raises InputError, naming the file `where`, if ranks, batches or weights do not fit together."""
+    """Raises InputError, naming the file `where`, if the workers' figures do not fit together."""
     total = 0
     names: set[str] = set()
     for k, worker in enumerate(plan.workers):
@@ -272,6 +295,10 @@ def check_plan(where: str, plan: Plan) -> None:
         raise InputError(
             where, "global_batch", str(plan.global_batch), f"the sum of the workers' batches, {total}"
         )
+    shares = [worker.share for worker in plan.workers if worker.share is not None]
+    if shares and (len(shares) < len(plan.workers) or not math.isclose(math.fsum(shares), 1.0)):
+        found = f"{len(shares)} of {len(plan.workers)}, in all {math.fsum(shares):g}"
+        raise InputError(where, "workers.share", found, "one for each worker, in all 1")
 
 
 def _adds_up(worker: PlanWorker) -> bool:

@@ -27,7 +27,8 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that was trained while timing; optimizer: in words, such as "SGD with momentum 0.9".
 
-    tokens_per_sample: for plans in tokens; 1: the profile's batches count tokens.
+    tokens_per_sample: for plans in tokens; 1: the profile's batches count tokens. trained: how many of the
+    parameters are; null: all. parameter_bytes: of one, with which its gradient and state go; null: 4.
     """
 
     name: Name
@@ -37,6 +38,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiled: bool = False
     optimizer: str | None = None
     tokens_per_sample: Batch | None = None
+    trained: Annotated[int, Meta(ge=0)] | None = None
+    parameter_bytes: Annotated[float, Meta(gt=0, le=16)] | None = None
 
 
 class Parts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

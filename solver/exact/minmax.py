@@ -2,7 +2,8 @@
 
     min  max_{i: b_i > 0} T_i(b_i)    s.t.  sum b_i = B,  b_i = 0 or min_i <= b_i <= max_i,  q_i divides b_i
 
-with T_i nondecreasing; required workers must have b_i > 0. This is BOA's min-max integer program (Yang, Kang,
+with T_i nondecreasing; required workers must have b_i > 0. Where workers draw on one pool of memory,
+sum each_i b_i <= at_most too. This is BOA's min-max integer program (Yang, Kang,
 Youn, J. Supercomputing 76, 2020). The exact solution method is ours:
 
 Whether B samples can be done by time t is monotone in t, and the optimum is one of the values T_i(b). So
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps.errors import Infeasible
+from pyps.errors import Infeasible, PypsError
 from pyps.formats import MAX_BATCH
 from pyps.solver.costs import Costs, Floats, Ints
 from pyps.solver.exact.subset_sum import Progression, nearest_sums, subset_sum
@@ -37,11 +38,27 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
+class Pool:
+    """Memory that all workers have together: sum each_i b_i <= at_most, `each` in bytes a sample."""
+
+    each: Floats
+    at_most: float
+
+    def fits(self, batches: Ints) -> bool:
+        """Return whether these batches take no more."""
+        return float(self.each @ batches) <= self.at_most
+
+
+class NotAlike(PypsError):
+    """The splits within a pool are not those of one batch multiple, or a worker may be left out."""
+
+
+@dataclass(frozen=True)
 class Problem:
     """One instance; arrays have one entry a worker, batches are in samples.
 
     min_batch binds only a worker that is used. required: the worker must be used. Each batch is a multiple of
-    the worker's batch_multiple.
+    the worker's batch_multiple. pool: what all batches may take together; None: any sum of memory.
     """
 
     costs: Costs
@@ -50,6 +67,7 @@ class Problem:
     max_batch: Ints
     batch_multiple: Ints
     required: Bools
+    pool: Pool | None = None
 
     @staticmethod
     def of(
@@ -79,7 +97,9 @@ class Problem:
 
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
         """Sort keys, one entry a worker: workers with equal keys are interchangeable in this problem."""
-        return *self.costs.keys(), self.required, self.min_batch, self.max_batch, self.batch_multiple
+        pooled = () if self.pool is None else (self.pool.each,)
+        bounds = self.required, self.min_batch, self.max_batch, self.batch_multiple
+        return *self.costs.keys(), *bounds, *pooled
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,8 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """The optimum of the program above. Raises Infeasible with the reason and the nearest feasible B.
+    """The optimum of the program above. Raises Infeasible with the reason and the nearest feasible B, and
+    NotAlike where it is not found this way.
 
     Deterministic: permuting the workers gives the same times and the same multiset of batches.
     """
@@ -109,6 +130,8 @@ def solve(problem: Problem) -> Solution:
         batches = _split_by_order(tight) if fits and problem.global_batch % multiples[0] == 0 else None
     if batches is None:
         raise _refusal(bounds, "no batches within the workers' minima, maxima and batch multiples sum to it")
+    if tight.pool is not None and not tight.pool.fits(batches):
+        batches = _split_by_pool(tight, tight.pool)
     seconds = times(problem.costs, batches)
     return Solution(batches, seconds, float(seconds.max()))
 
@@ -306,6 +329,43 @@ def _split_by_order(problem: Problem) -> Ints:
     return under + multiple * _share(missing, (full - under) // multiple, np.lexsort((full, under)))
 
 
+def _split_by_pool(problem: Problem, pool: Pool) -> Ints:
+    """The optimum where the pool binds: by the earliest time at which B fits it, by those that need least."""
+    if (pool.each == pool.each[0]).all():  # then it matters what the batches sum to, not how they are split
+        raise _too_large(problem, float(pool.each[0]) * problem.global_batch, pool)
+    if not problem.required.all() or (problem.batch_multiple != problem.batch_multiple[0]).any():
+        raise NotAlike("a pool of unlike needs, and unlike batch multiples")
+
+    def fits(most: Ints) -> bool:
+        return pool.fits(_leanest(problem, most, pool)) and int(most.sum()) >= problem.global_batch
+
+    t = earliest(problem, fits)
+    if t is None:
+        leanest = _leanest(problem, problem.max_batch, pool)
+        raise _too_large(problem, float(pool.each @ leanest), pool)
+    batches = _leanest(problem, most_by(problem, t), pool)
+    for each in np.unique(pool.each):  # among workers of like needs, those that end last set the split
+        like = np.flatnonzero(pool.each == each)
+        part = replace(at_index(problem, like), pool=None, global_batch=int(batches[like].sum()))
+        batches[like] = _split_by_order(part)
+    return batches
+
+
+def _leanest(problem: Problem, most: Ints, pool: Pool) -> Ints:
+    """B or, if they are fewer, all samples up to `most`, at those workers that need least of the pool."""
+    order = np.argsort(pool.each, kind="stable")
+    spare = (most - problem.min_batch)[order]
+    left = problem.global_batch - int(problem.min_batch.sum())
+    batches = problem.min_batch.copy()
+    batches[order] += np.clip(left - (np.cumsum(spare) - spare), 0, spare)
+    return batches
+
+
+def _too_large(problem: Problem, need: float, pool: Pool) -> Infeasible:
+    missing = f"{(need - pool.at_most) / 2**30:.3g} GiB"
+    return Infeasible(f"global_batch {problem.global_batch}: all memory together is {missing} too little")
+
+
 def _share(missing: int, spare: Ints, order: Ints) -> Ints:
     """Shares `missing` units in proportion to `spare`, never above it; remainders go one each, in `order`."""
     given = missing * spare // max(int(spare.sum()), 1)
@@ -420,6 +480,7 @@ def at_index(problem: Problem, index: Ints) -> Problem:
         max_batch=problem.max_batch[index],
         batch_multiple=problem.batch_multiple[index],
         required=problem.required[index],
+        pool=None if problem.pool is None else replace(problem.pool, each=problem.pool.each[index]),
     )
 
 

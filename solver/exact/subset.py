@@ -53,7 +53,7 @@ class SubsetSolution:
 def solve_subset(problem: Problem, sync: Sync) -> SubsetSolution:
     """The optimum of the program above, up to the rounding of one addition. Raises Infeasible as `solve`."""
     first = _valued(problem, sync, solve(problem).batches)
-    if sync.kind == "none":
+    if sync.kind == "none" or problem.required.all():
         return first
     return SubsetSearch(within_total(rounded(problem)), sync, first).run()
 

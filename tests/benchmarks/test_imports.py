@@ -1,4 +1,4 @@
-"""What benchmarks and examples import of pyps is there: they run rarely, so a moved name is found here."""
+"""The imports of benchmarks and examples, which run rarely: a moved name is found here."""
 
 from __future__ import annotations
 

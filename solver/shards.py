@@ -1,0 +1,181 @@
+"""The bytes that a rank of a sharded model holds, and the share of the state that each card has room for.
+
+A share s of a model's state takes the same bytes wherever it lies. So with fixed_r, what rank r holds of any
+share, and activations a_r of a sample,
+
+    fixed_r + a_r b_r + state s_r <= memory_r,    sum s_r = 1
+
+has shares for given batches b if every free_r = memory_r - fixed_r - a_r b_r is at least 0 and these sum to
+at least `state`: then s_r = free_r / sum free. Shares leave the program that way. What is left is a largest
+batch of each rank and one sum: the samples of all ranks take at most sum (memory_r - fixed_r) - state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pyps.errors import InputError
+from pyps.formats import MAX_BATCH, Cluster, Memory, PlanWorker, Profile, RankBytes, Sharding, WorkerGroup
+from pyps.formats.cluster import CLUSTER_FILE
+from pyps.solver.exact.minmax import Pool
+
+BYTES = 4  # of a parameter in fp32, and of its gradient
+STATE_BYTES = {"SGD": 0, "SGD with momentum": 4, "Adam": 8, "AdamW": 8, "NAdam": 8, "RAdam": 8, "Adamax": 8}
+GRADIENTS, GATHERED = 2, 3  # the stages from which on gradients and parameters are sharded
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The bytes of a whole model in training, and how it is sharded.
+
+    stage, whole: as in the cluster file. share: of each rank, where shares are equal; None: they follow the
+    cards' memory.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    stage: int
+    whole: float
+    share: float | None
+
+    def held(self, share: float) -> tuple[float, float, float]:
+        """The bytes of parameters, gradients and optimizer state of a rank that has this share."""
+        gathered = share + self.whole * (1 - share)
+        parameters = gathered if self.stage == GATHERED else 1.0
+        gradients = {GRADIENTS: share, GATHERED: gathered}.get(self.stage, 1.0)
+        return self.parameters * parameters, self.gradients * gradients, self.optimizer * share
+
+    @property
+    def shared(self) -> float:
+        """The bytes that the shares divide."""
+        return sum(self.held(1.0)) - sum(self.held(0.0))
+
+
+def state_of(cluster: Cluster, group: WorkerGroup, profile: Profile) -> ModelState | None:
+    """The state of a group's model as it is sharded; None if it is not.
+
+    Raises InputError where the profile lacks what that needs.
+    """
+    given = cluster.sharding
+    if given is None:
+        return None
+    if profile.memory is None:
+        expected = f"a memory model: with stage = {given.stage} it says what a rank has room for"
+        raise InputError(group.profile, "memory", "nothing", expected)
+    model = profile.model
+    if model.parameters is None:
+        expected = "the model's number of parameters, for [sharding]"
+        raise InputError(group.profile, "model.parameters", "nothing", expected)
+    ranks = group.ranks_each
+    if ranks == 1:
+        ranks = sum(other.count for other in cluster.worker) // given.replicas
+    each = model.parameter_bytes or BYTES
+    trained = model.parameters if model.trained is None else model.trained
+    return ModelState(
+        parameters=each * model.parameters,
+        gradients=each * trained,
+        optimizer=_state_bytes(given, group, profile) * trained,
+        stage=given.stage,
+        whole=given.whole,
+        share=None if given.shares == "memory" else 1 / ranks,
+    )
+
+
+def _state_bytes(given: Sharding, group: WorkerGroup, profile: Profile) -> float:
+    """Bytes of the optimizer's state for each trained parameter, which have the parameters' precision."""
+    if given.optimizer_bytes is not None:
+        return given.optimizer_bytes
+    words = profile.model.optimizer or ""
+    name = words if words in STATE_BYTES else words.rpartition(" ")[0]
+    if name not in STATE_BYTES:
+        found = f"{words or 'nothing'} in {group.profile}"
+        expected = "sharding.optimizer_bytes, the bytes of its state for each parameter"
+        raise InputError(CLUSTER_FILE, "model.optimizer", found, expected)
+    return STATE_BYTES[name] * (profile.model.parameter_bytes or BYTES) / BYTES
+
+
+def of_shard(profile: Profile, state: ModelState) -> Profile:
+    """The profile of one rank of a sharded model: what it no longer holds is room for more samples. Where
+    shares follow the memory, it holds none. profile: of the whole model.
+    """
+    memory, share = profile.memory, state.share or 0.0
+    assert memory is not None
+    left = sum(state.held(share))
+    fixed = math.ceil(max(memory.fixed_bytes - sum(state.held(1.0)) + left, left))
+    more = int(max(0, memory.fixed_bytes - fixed) // memory.bytes_per_sample)
+    most = profile.max_batch and min(MAX_BATCH, profile.max_batch + more)
+    memory = msgspec.structs.replace(memory, fixed_bytes=fixed)
+    return msgspec.structs.replace(profile, memory=memory, max_batch=most)
+
+
+def check_alike(groups: Sequence[WorkerGroup], states: Sequence[ModelState | None]) -> None:
+    """Raise InputError where ranks that divide one state are of unlike ones."""
+    for group, state in zip(groups, states, strict=True):
+        if state is not None and state.share is None and state != states[0]:
+            found = f"another number, precision or optimizer of parameters than {groups[0].profile}"
+            raise InputError(group.profile, "model", found, 'the same, with sharding.shares = "memory"')
+
+
+@dataclass(frozen=True)
+class Card:
+    """A rank that has part of a model's state: its memory model without it, and the bytes of its card."""
+
+    state: ModelState
+    memory: Memory
+    budget: int
+
+    @property
+    def room(self) -> int:
+        """The bytes for samples and for a share."""
+        return self.budget - self.memory.fixed_bytes
+
+
+def pool_of(cards: Sequence[Card | None]) -> Pool | None:
+    """Return what the samples of all ranks may take together; None where shares do not follow the memory."""
+    found = [card for card in cards if card is not None and card.state.share is None]
+    if not found:
+        return None
+    each = np.array([card.memory.bytes_per_sample for card in found])
+    return Pool(each, math.fsum([card.room for card in found]) - found[0].state.shared)
+
+
+def with_shares(workers: Sequence[PlanWorker], cards: Sequence[Card | None]) -> list[PlanWorker]:
+    """The workers of a plan with their shares, the bytes that each holds, and what is left for its samples.
+
+    cards: of each, in the same order.
+    """
+    pairs = [(worker, card) for worker, card in zip(workers, cards, strict=True) if card is not None]
+    if len(pairs) < len(workers):
+        return list(workers)
+    free = [card.room - card.memory.bytes_per_sample * w.micro_batch for w, card in pairs]
+    total, found = math.fsum(free), []
+    for (worker, card), left in zip(pairs, free, strict=True):
+        state, memory, whole = card.state, card.memory, 1.0
+        if state.share is None:
+            share = left / total if total > 0 else 1 / len(pairs)
+            memory = msgspec.structs.replace(
+                memory, fixed_bytes=math.ceil(memory.fixed_bytes + state.shared * share)
+            )
+            fits = int((card.budget - memory.fixed_bytes) // memory.bytes_per_sample)
+            most = max(worker.micro_batch, min(worker.max_batch or MAX_BATCH, fits))
+            worker = msgspec.structs.replace(worker, memory=memory, max_batch=most or None)
+        else:
+            share, whole = state.share, state.share * len(pairs)
+        parameters, gradients, optimizer = map(math.ceil, state.held(share))
+        bytes_ = RankBytes(
+            fixed=max(0, card.memory.fixed_bytes - math.ceil(sum(state.held(state.share or 0.0)))),
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=math.ceil(memory.bytes_per_sample * worker.micro_batch),
+            memory=card.budget,
+        )
+        alone = math.isclose(whole, 1.0)  # else each copy of the model has shares of its own
+        found.append(msgspec.structs.replace(worker, share=share if alone else None, bytes=bytes_))
+    return found

@@ -1,0 +1,266 @@
+"""Batches and shares of a model's state that follow each card's memory: exact, and refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyps.errors import Infeasible, InputError
+from pyps.formats import (
+    Cluster,
+    Device,
+    Fit,
+    Job,
+    Memory,
+    ModelInfo,
+    Plan,
+    PlanWorker,
+    Point,
+    Profile,
+    RunTable,
+    Sharding,
+    SyncCost,
+    WorkerGroup,
+    check_cluster,
+    check_plan,
+)
+from pyps.solver.costs import Costs, Line
+from pyps.solver.exact.minmax import NotAlike, Pool, Problem, at_index, solve, times
+from pyps.solver.plan import make_plan
+from pyps.solver.shards import Card, ModelState, with_shares
+
+PARAMETERS = 1_000_000
+ROUNDED = 8  # bytes: each of a rank's kinds is rounded up to whole ones
+
+
+def profile(seconds: float, budget: int, sample: float = 1e6, fixed: int = 18, **model: Any) -> Profile:
+    """A device with so many seconds a sample. budget, fixed: bytes for each parameter. sample: bytes."""
+    fit = Fit(
+        kind="affine",
+        fixed_seconds=0.01,
+        per_sample_seconds=seconds,
+        trusted_min_batch=1,
+        trusted_max_batch=512,
+    )
+    memory = Memory(fixed_bytes=fixed * PARAMETERS, bytes_per_sample=sample, budget_bytes=budget * PARAMETERS)
+    info = ModelInfo(**{"name": "m", "parameters": PARAMETERS, "optimizer": "AdamW", **model})
+    points = [Point(batch=1, seconds=1.0)]
+    return Profile(device=Device(name="d"), model=info, points=points, fit=fit, memory=memory)
+
+
+def cluster(B: int, count: int, sharding: Sharding | None = None, **group: Any) -> Cluster:
+    groups = [WorkerGroup(name=f"g{k}", profile=f"p{k}", bandwidth=1e9, **group) for k in range(count)]
+    sharding = sharding or Sharding(stage=3, shares="memory", whole=0.0)
+    made = Cluster(job=Job(global_batch=B), worker=groups, sync=SyncCost(kind="ring"), sharding=sharding)
+    check_cluster("cluster.toml", made)
+    return made
+
+
+def shares_of(plan: Plan) -> list[float]:
+    check_plan("plan.json", plan)
+    return [worker.share for worker in plan.workers if worker.share is not None]
+
+
+@given(
+    rooms=st.lists(
+        st.tuples(st.integers(-2, 9), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=4
+    ),
+    state=st.integers(1, 12),
+)
+def test_shares_exist_where_all_that_is_free_holds_the_state(
+    rooms: list[tuple[int, int, int]], state: int
+) -> None:
+    """The lemma, against every way to divide a state of whole bytes."""
+    free = [room - each * batch for room, each, batch in rooms]
+    divided = any(
+        sum(parts) == state and all(part <= left for part, left in zip(parts, free, strict=True))
+        for parts in itertools.product(range(state + 1), repeat=len(rooms))
+    )
+    assert divided == (min(free) >= 0 and sum(free) >= state)
+    if not divided:
+        return
+    whole = ModelState(0.0, 0.0, float(state), 1, 0.0, None)
+    cards = [
+        Card(whole, Memory(fixed_bytes=5, bytes_per_sample=each, budget_bytes=1), room + 5)
+        for room, each, _ in rooms
+    ]
+    workers = [
+        PlanWorker(
+            rank=k, name=f"{k}", batch=b, micro_batch=b, accumulation=1, weight=0.5, predicted_seconds=1.0
+        )
+        for k, (_, _, b) in enumerate(rooms)
+    ]
+    found = with_shares(workers, cards)
+    assert math.isclose(math.fsum(worker.share or 0.0 for worker in found), 1.0)
+    for worker, (room, each, batch) in zip(found, rooms, strict=True):
+        assert (worker.share or 0.0) * state + each * batch <= room + 1e-9
+        assert worker.bytes is not None
+        assert worker.bytes.total <= worker.bytes.memory + ROUNDED
+        assert (worker.max_batch or 0) >= batch
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_pool_is_kept_as_by_brute_force(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    count, step = int(luck.integers(1, 5)), int(luck.integers(1, 3))
+    costs = Costs.stack([Line(float(luck.integers(0, 3)), float(luck.integers(1, 5))) for _ in range(count)])
+    low, high = luck.integers(1, 4, count), luck.integers(3, 9, count)
+    each = luck.choice([1.0, 2.0, 3.5], count)
+    total = int(luck.integers(1, 6 * count)) * step
+    pool = Pool(each, float(luck.integers(1, 14 * count)))
+    problem = Problem.of(
+        costs, total, min_batch=low * step, max_batch=high * step, batch_multiple=step, required=True
+    )
+    problem = replace(problem, pool=pool)
+    best = math.inf
+    for units in itertools.product(*(range(int(a), int(b) + 1) for a, b in zip(low, high, strict=True))):
+        batches = np.array(units, np.int64) * step
+        if batches.sum() == total and each @ batches <= pool.at_most:
+            best = min(best, float(times(costs, batches).max()))
+    if math.isinf(best):
+        with pytest.raises(Infeasible):
+            solve(problem)
+        return
+    found = solve(problem)
+    assert found.iteration_seconds == best
+    assert pool.fits(found.batches)
+    order = luck.permutation(count)
+    again = solve(at_index(problem, order))
+    assert sorted(again.batches.tolist()) == sorted(found.batches.tolist())
+
+
+def test_unlike_multiples_in_a_pool_are_not_solved_here() -> None:
+    costs = Costs.stack([Line(1.0, 1.0), Line(1.0, 2.0)])
+    problem = Problem.of(costs, 8, max_batch=9, batch_multiple=[1, 2], required=True)
+    with pytest.raises(NotAlike):
+        solve(replace(problem, pool=Pool(np.array([2.0, 1.0]), 9.0)))
+
+
+def test_a_pool_that_does_not_bind_changes_nothing() -> None:
+    problem = Problem.of(Costs.stack([Line(1.0, 1.0), Line(1.0, 2.0)]), 9, max_batch=9, required=True)
+    pooled = solve(replace(problem, pool=Pool(np.array([2.0, 1.0]), 100.0)))
+    assert pooled.batches.tolist() == solve(problem).batches.tolist() == [6, 3]
+
+
+def test_like_cards_have_equal_shares_and_what_fsdp_holds() -> None:
+    profiles = [profile(0.001, 30)] * 4
+    by_memory = make_plan(cluster(32, 4), profiles)
+    equal = make_plan(cluster(32, 4, Sharding(stage=3, whole=0.0)), profiles)
+    assert shares_of(by_memory) == pytest.approx([0.25] * 4)
+    assert shares_of(equal) == [0.25] * 4
+    assert [w.bytes for w in by_memory.workers] == [w.bytes for w in equal.workers]
+    assert by_memory.iteration_seconds == equal.iteration_seconds
+
+
+def test_a_share_is_what_its_card_has_room_for() -> None:
+    """24 and 12 bytes for each of the parameters: 2 are fixed, 16 are the state, and samples take some."""
+    profiles = [profile(0.001, 24), profile(0.003, 12)]
+    made = make_plan(cluster(8, 2), profiles)
+    assert [w.batch for w in made.workers] == [6, 2]
+    assert shares_of(made) == pytest.approx([16 / 24, 8 / 24])  # free: 24 - 2 - 6 and 12 - 2 - 2
+    for worker, card, fixed in zip(made.workers, (24, 12), (2, 2), strict=True):
+        held, share = worker.bytes, worker.share or 0.0
+        assert held is not None
+        kinds = held.parameters, held.gradients, held.optimizer
+        assert kinds == tuple(math.ceil(each * share * PARAMETERS) for each in (4, 4, 8))
+        assert (held.fixed, held.memory) == (fixed * PARAMETERS, card * PARAMETERS)
+        assert held.activations == worker.batch * PARAMETERS
+        assert worker.memory is not None
+        left = card * PARAMETERS - worker.memory.fixed_bytes
+        assert worker.max_batch == left // PARAMETERS
+    with pytest.raises(Infeasible):
+        make_plan(cluster(8, 2, Sharding(stage=3, whole=0.0)), [profile(0.001, 24), profile(0.003, 9)])
+    assert make_plan(cluster(8, 2), [profile(0.001, 24), profile(0.003, 9)])
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "kinds"),
+    [
+        (1, {}, (4, 4, 4)),
+        (2, {}, (4, 2, 4)),
+        (3, {}, (2.2, 2.2, 4)),
+        (1, {"trained": PARAMETERS // 10}, (4, 0.4, 0.4)),  # adapters
+        (3, {"parameter_bytes": 2}, (1.1, 1.1, 2)),  # a model in bfloat16, with its moments
+        (1, {"optimizer": "SGD with momentum 0.9"}, (4, 4, 2)),
+    ],
+)
+def test_bytes_by_kind_follow_stage_precision_and_optimizer(
+    stage: Any, model: dict[str, Any], kinds: tuple[float, ...]
+) -> None:
+    sharding = Sharding(stage=stage, shares="memory", whole=0.1)
+    made = make_plan(cluster(8, 2, sharding), [profile(0.001, 60, **model)] * 2)
+    held = made.workers[0].bytes
+    assert held is not None
+    found = held.parameters, held.gradients, held.optimizer
+    assert [x / PARAMETERS for x in found] == pytest.approx(kinds, rel=1e-6)
+    assert held.fixed + sum(found) == pytest.approx(18 * PARAMETERS - saved(stage, model, kinds), 1e-6)
+
+
+def saved(stage: int, model: dict[str, Any], kinds: tuple[float, ...]) -> float:
+    """Return what a rank of two no longer holds of the whole model's bytes."""
+    each = model.get("parameter_bytes", 4)
+    trained = model.get("trained", PARAMETERS)
+    moments = 1 if "optimizer" in model else 2
+    whole = each * PARAMETERS + each * trained * (1 + moments)
+    return whole - sum(kinds) * PARAMETERS
+
+
+def test_a_profile_below_what_its_model_holds_is_taken_to_hold_it() -> None:
+    made = make_plan(cluster(8, 2), [profile(0.001, 30, fixed=3)] * 2)
+    assert made.workers[0].bytes is not None
+    assert made.workers[0].bytes.fixed <= 1
+    assert made.workers[0].bytes.optimizer == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("shares", ["equal", "memory"])
+def test_without_a_memory_model_every_stage_is_refused(stage: Any, shares: Any) -> None:
+    bare = msgspec.structs.replace(profile(0.001, 30), memory=None)
+    with pytest.raises(InputError, match=f"p0.*memory.*stage = {stage}"):
+        make_plan(cluster(8, 2, Sharding(stage=stage, shares=shares)), [bare, bare])
+
+
+def test_ranks_that_divide_one_state_have_the_same_one() -> None:
+    other = profile(0.001, 30, optimizer="SGD")
+    with pytest.raises(InputError, match=r"p1.*precision or optimizer"):
+        make_plan(cluster(8, 2), [profile(0.001, 30), other])
+
+
+@pytest.mark.parametrize(
+    ("group", "more", "field"),
+    [
+        ({}, {"sharding": Sharding(stage=3, shares="memory", replicas=2)}, "sharding.replicas"),
+        ({"max_accumulation": 2}, {}, r"worker\[0\].max_accumulation"),
+        ({}, {"run": RunTable(accumulation=2)}, "run.accumulation"),
+        ({}, {"run": RunTable(policy="asp")}, "run.policy"),
+        ({"parallel": "data", "devices": 2, "inside_bandwidth": 1e9}, {}, r"worker\[0\].parallel"),
+    ],
+)
+def test_what_unlike_shares_cannot_have_is_refused(
+    group: dict[str, Any], more: dict[str, Any], field: str
+) -> None:
+    made = msgspec.structs.replace(cluster(8, 2), **more)
+    made = msgspec.structs.replace(
+        made, worker=[msgspec.structs.replace(one, **group) for one in made.worker]
+    )
+    with pytest.raises(InputError, match=field):
+        check_cluster("cluster.toml", made)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.4), (1.0, None)])
+def test_a_plan_whose_shares_are_not_the_whole_is_refused(shares: tuple[float, float | None]) -> None:
+    made = make_plan(cluster(8, 2), [profile(0.001, 30)] * 2)
+    workers = [
+        msgspec.structs.replace(worker, share=share)
+        for worker, share in zip(made.workers, shares, strict=True)
+    ]
+    with pytest.raises(InputError, match=r"workers\.share"):
+        check_plan("plan.json", msgspec.structs.replace(made, workers=workers))
