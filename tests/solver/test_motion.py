@@ -47,6 +47,15 @@ def test_pipelines_that_begin_together_get_out_of_step() -> None:
     assert found == pytest.approx(0.061, rel=0.02)
 
 
+def test_a_round_in_a_pipeline_is_never_shorter_than_its_compute() -> None:
+    """While it fills, rounds end late: measured from there to the end, they were 0.4 % too short."""
+    compute = [0.039422989 + 0.012177621, 0.038649310 + 2 * 0.007820069]
+    trips = [Trip(5, 0.025443974, 0.025443974, 0.002, 3)] * 2
+    found = iteration_in_motion("round", [1, 2], compute, trips)
+    assert found is not None
+    assert max(compute) <= found <= max(compute) * 1.001
+
+
 def test_nothing_is_followed_that_is_too_long() -> None:
     trips = [Trip(0, 1e-4, 1e-4, 0.0, 1)] * 3
     assert iteration_in_motion("free", [1, 1, 1], [1e-4, 1e-4, 1e4], trips) is None
