@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "profile": "Measure a device: time a model's training steps and fit T(b), the time of a batch of b.",
     "plan": "Find the best batch for every worker of a cluster.",
+    "gain": "Measure what batches that fit the devices would gain for a DDP script as it is.",
     "run": "Train by a plan on this machine, with one process for each rank.",
     "top": "Show what every rank of a store does.",
     "report": "Write a page about a run: report.html.",

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pyps.checkpoint"}),
     frozenset({"pyps.worker", "pyps.report"}),
     frozenset({"pyps.run", "pyps.sharding", "pyps.simulate", "pyps.torch"}),
+    frozenset({"pyps.gain"}),
     frozenset({"pyps.ray"}),
     frozenset({"pyps.cli"}),
     frozenset({"pyps.__main__"}),

@@ -15,7 +15,7 @@ SLACK = 1.02
 # Lines of the rooms that are over their budgets.
 MOST = {
     "pyps/checkpoint": 616,
-    "pyps/cli": 3_584,
+    "pyps/cli": 3_709,  # `pyps gain`: 125 more
     "pyps/formats": 2_415,  # shares of a state, and the bytes of a rank: 54 more
     "pyps/metrics": 278,
     "pyps/native": 2_157,
