@@ -129,7 +129,7 @@ CASES = (
     case_of("quorum", 'policy = "quorum:k=1"', "good 16, good 16, good 16", batch=120),
     case_of("softsync, pipeline", f'policy = "softsync:n=3"; {PIPED}', "fast 3.2, good 16, slow 16"),
     case_of("dynsgd, int8", 'policy = "dynsgd"; codec = "int8"', "fast 4, good 4"),
-    case_of("dcasgd, int4", 'policy = "dcasgd"; codec = "int4"', "fast 4, good 16"),
+    case_of("dynsgd, int4", 'policy = "dynsgd"; codec = "int4"', "fast 4, good 16"),
     case_of("bsp, tbf 100 Mbit/s", 'policy = "bsp"', "fast, good", shared=HEADERS * 100 / 8, rate="100mbit"),
     case_of(
         "hps, pipeline, int8, tbf 20 Mbit/s",

@@ -173,7 +173,7 @@ def main() -> None:
 def known(servers: int) -> list[str]:
     """The policies that a store on so many servers can have."""
     found = {name: kind().needs for name, kind in Policy.known.items()}
-    whole = {name for name, needs in found.items() if needs.collects_pushes or needs.needs_base_params}
+    whole = {name for name, needs in found.items() if needs.collects_pushes}
     return sorted(found if servers == 1 else found.keys() - whole)
 
 

@@ -30,7 +30,7 @@
  *             grow it. What lies behind a smaller size counts as zeros; of a larger one, what this version does not
  *             know must be zeros. Elements of arrays, and structs within structs, have the size that this header
  *             gives them, in every version of one PYPS_ABI: pyps_range 16 bytes, pyps_turn 16, pyps_hyper 44,
- *             pyps_tensor 256, pyps_rank_state 192, pyps_policy_params 96; a `size` in one of them is not
+ *             pyps_tensor 256, pyps_rank_state 192, pyps_policy_params 88; a `size` in one of them is not
  *             read, but for pyps_data_set.
  *   Pointers  Memory belongs to the caller unless said otherwise. NULL is an error (PYPS_EINVAL) unless said
  *             otherwise; so is a second close. No other function may get a handle that was closed, and no check
@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      12
+#define PYPS_ABI      13
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -209,8 +209,6 @@ typedef struct {
                                 averaged tensors are in the staging buffer. Codes that are not finite are refused,
                                 whatever `nonfinite` says: halves are read for that, but where `looked` covers them */
     uint32_t weighted; /* 1: `weight` is the gradient's in its round's mean; 0: it is `samples` */
-    const float *base_params; /* policies that need them: [flat_elements] the parameters that the gradient was
-                                 computed on */
     double grad_norm_squared; /* for policies that need it: of the gradient; 0: not known */
     uint64_t base_version;    /* 1 + the version that the gradient was computed on; 0: the one pulled last */
     uint64_t compute_nanoseconds; /* that the gradient took; 0: the time since its claim */
@@ -219,8 +217,8 @@ typedef struct {
     uint64_t cost_nanoseconds; /* that the step cost: compute and data; 0: what the gradient took */
     uint64_t data_nanoseconds; /* of these, for data */
     const pyps_range *ranges;  /* [range_count] the gradient is of these parts of the flat vector alone, in
-                                  ascending order and apart, as PYPS_F32; `gradient` and `base_params` hold their
-                                  values one after the other. NULL: of all of it */
+                                  ascending order and apart, as PYPS_F32; `gradient` holds their values one after
+                                  the other. NULL: of all of it */
     uint64_t range_count;
     uint64_t tag[2]; /* the caller's own name of this push: pyps_get_ticket tells it again */
     /* Of a part of a model whose decisions another store takes: what that store's ticket of this gradient was given, in
@@ -411,7 +409,6 @@ enum {                                                                          
        PYPS_SSP = 4,
        PYPS_DSSP = 5,
        PYPS_DYNSGD = 6,
-       PYPS_DCASGD = 8,
        PYPS_SAPS = 9,
        PYPS_R2SP = 10,
        PYPS_HPS = 11,
@@ -438,7 +435,6 @@ typedef struct {
     uint32_t late;        /* saps: PYPS_DROP, or PYPS_WEIGH by threshold / staleness */
     uint32_t plain_pulls; /* 1: pulls do not look ahead; see pyps_pull */
     double quantile;      /* saps: the fraction of stalenesses within the threshold */
-    double correction;    /* dcasgd: the weight of its correction, the paper's lambda */
     double slack;         /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience;      /* r2sp: periods after which a turn that is not taken is skipped */
     double noise;    /* saps, PYPS_MEASURED: of a gradient, squared, over the true one; below 0: measured */
@@ -708,7 +704,6 @@ PYPS_API int pyps_decode(uint32_t codec, const void *data, uint64_t bytes, float
 typedef struct {
     uint32_t uses_turns; /* a push and the pull after it are one turn: pull after each push */
     uint32_t checks_between_micro_batches; /* call pyps_should_continue between micro-batches */
-    uint32_t needs_base_params;            /* fill base_params in pyps_push_args */
     uint32_t needs_grad_norm;              /* fill grad_norm_squared in pyps_push_args */
     uint32_t resizes_batches;              /* claims follow measured speed, up to pyps_set_max_samples */
     uint32_t allows_pipeline;              /* pyps_start_ahead works: steps may overlap */

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pyps.store import Store as Store
     from pyps.store.policies import ASP as ASP
     from pyps.store.policies import BSP as BSP
-    from pyps.store.policies import DCASGD as DCASGD
     from pyps.store.policies import DSSP as DSSP
     from pyps.store.policies import HPS as HPS
     from pyps.store.policies import R2SP as R2SP
@@ -46,7 +45,6 @@ _HOME = {
     "BSP": "pyps.store.policies",
     "Backup": "pyps.store.policies",
     "Custom": "pyps.store.policies",
-    "DCASGD": "pyps.store.policies",
     "DSSP": "pyps.store.policies",
     "DynSGD": "pyps.store.policies",
     "HPS": "pyps.store.policies",

@@ -11,10 +11,6 @@ const struct policy *policy_find(uint32_t number) {
 int policy_check(uint32_t number, const pyps_policy_params *params) {
     const struct policy *policy = policy_find(number);
     if (!policy) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
-    if (!policy->needs_base_params && !(params->correction >= 0 && params->correction <= 0))
-        return fail(PYPS_EINVAL,
-                    "policy_params: correction: found %g; expected 0: the policy %s corrects nothing",
-                    params->correction, policy->name);
     int rc = policy_check_number("scaling", params->scaling, PYPS_SCALE_SAMPLES, PYPS_SCALE_NONE);
     if (!rc) rc = policy_check_number("plain_pulls", params->plain_pulls, 0, 1);
     return rc || !policy->check_params ? rc : policy->check_params(params);
@@ -29,7 +25,6 @@ int pyps_get_policy_needs(uint32_t number, const pyps_policy_params *params, pyp
     if (!p) return fail(PYPS_EPOLICY, "policy: found %u; unknown here", number);
     *out = (pyps_policy_needs){.uses_turns = p->uses_turns,
                                .checks_between_micro_batches = p->on_check || p->drops_late,
-                               .needs_base_params = p->needs_base_params && p->needs_base_params(params),
                                .needs_grad_norm = p->needs_grad_norm && p->needs_grad_norm(params),
                                .resizes_batches = p->resizes_batches,
                                .allows_pipeline = !p->waits_for_round || p->overlaps_rounds,

@@ -38,7 +38,6 @@ struct policy {
     bool starts_at_once; /* no start waits for others: what a worker pulls at its push serves its next step */
     bool resizes_batches; /* claims follow the measured speed of each rank */
     /* What workers must send along. NULL: not needed under any parameters. `params` NULL: any parameters. */
-    bool (*needs_base_params)(const pyps_policy_params *params);
     bool (*needs_grad_norm)(const pyps_policy_params *params);
     /* Whether a push comes with a sketch of its gradient. NULL: not under any parameters. */
     bool (*needs_sketch)(const pyps_policy_params *params);
@@ -94,9 +93,8 @@ struct policy {
 /* The rows, with the numbers by which stores and states know them. */
 #define POLICIES(row)                                                                                        \
     row(bsp, PYPS_BSP) row(asp, PYPS_ASP) row(backup, PYPS_BACKUP) row(softsync, PYPS_SOFTSYNC)              \
-        row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(dcasgd, PYPS_DCASGD)            \
-            row(saps, PYPS_SAPS) row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS) row(custom, PYPS_CUSTOM)            \
-                row(quorum, PYPS_QUORUM)
+        row(ssp, PYPS_SSP) row(dssp, PYPS_DSSP) row(dynsgd, PYPS_DYNSGD) row(saps, PYPS_SAPS)                \
+            row(r2sp, PYPS_R2SP) row(hps, PYPS_HPS) row(custom, PYPS_CUSTOM) row(quorum, PYPS_QUORUM)
 
 #define DECLARE_ROW(name, number) extern const struct policy policy_##name;
 POLICIES(DECLARE_ROW)

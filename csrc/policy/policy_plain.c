@@ -4,8 +4,6 @@
  * DynSGD: a push takes 1 / (staleness + 1) of a step (Jiang, Cui, Zhang, Yu: Heterogeneity-aware distributed
  * parameter servers, SIGMOD 2017). Where pushes are parts of a step by their samples, that is divided by its own mean
  * over samples, so that a learning rate moves the parameters as far as under the others, however late gradients are.
- * DC-ASGD: ASP, with a gradient corrected for its delay (Zheng and others: Asynchronous SGD with delay
- * compensation, ICML 2017). The store corrects it, because only the store has both parameters.
  */
 #include <math.h>
 
@@ -44,17 +42,9 @@ static int restore_mean(struct view *v, const pyps_state *state) {
                 mean->weights, mean->samples);
 }
 
-static int check_dcasgd(const pyps_policy_params *params) {
-    return policy_check_number("correction", params->correction, 0, 1e9);
-}
-
-static bool corrects(const pyps_policy_params *params) { return !params || params->correction > 0; }
-
 const struct policy policy_asp = {.name = "asp", .starts_at_once = true};
 const struct policy policy_dynsgd = {.name = "dynsgd",
                                      .starts_at_once = true,
                                      .weight = by_staleness,
                                      .on_push = over_mean,
                                      .restore = restore_mean};
-const struct policy policy_dcasgd = {
-    .name = "dcasgd", .starts_at_once = true, .needs_base_params = corrects, .check_params = check_dcasgd};

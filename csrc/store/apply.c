@@ -9,15 +9,6 @@
 
 #define SPAN (16u * BLOCK) /* what is done again where a value is to be mended */
 
-/* For policies that need the base parameters: g + lambda g g (w - w_base), with g scaled. */
-static const float *compensate(const struct staging_header *staged, float scale, const float *base,
-                               const struct step *step, const float *gradient, float *block) {
-    float weight = staged->compensation * scale;
-    for (size_t i = 0; i < step->length; i++)
-        block[i] = gradient[i] + weight * gradient[i] * gradient[i] * (step->old[0][i] - base[i]);
-    return block;
-}
-
 /* What a ticket does to a chunk, the same on all of its runs. */
 struct chunk_step {
     uint32_t chunk, old;
@@ -51,11 +42,6 @@ static bool take_step(const pyps_store *s, const struct chunk_step *c, struct st
     return sound;
 }
 
-static bool is_corrected(const pyps_store *s) {
-    return s->ticket.kind != TICKET_ROUND && s->needs.needs_base_params &&
-           staging_header(s, s->ticket.slot, s->ticket.staging)->compensation > 0;
-}
-
 /* The optimizer's step on [from, end): at most a block, unless nothing of it goes through one. */
 static bool step_block(const pyps_store *s, const struct chunk_step *c, uint32_t codec, uint64_t from,
                        uint64_t end) {
@@ -68,10 +54,6 @@ static bool step_block(const pyps_store *s, const struct chunk_step *c, uint32_t
     step.gradient = s->ticket.kind == TICKET_ROUND
                         ? ticket_gradient(s, from, step.length, gradient)
                         : staging_gradient(s, slot, staging, codec, from, step.length, gradient);
-    if (is_corrected(s))
-        step.gradient =
-            compensate(staging_header(s, slot, staging), c->constants.scale,
-                       staging_base_params(s, slot, staging) + from, &step, step.gradient, gradient);
     step.copy = c->streams ? s->stream_to + from : NULL;
     return take_step(s, c, &step, from, offset);
 }
@@ -82,7 +64,7 @@ static void trained_step(const pyps_store *s, const struct chunk_step *c, struct
     bool round = s->ticket.kind == TICKET_ROUND;
     /* read once: its owner may be hostile */
     uint32_t codec = round ? PYPS_F32 : staging_codec(s, s->ticket.slot, s->ticket.staging);
-    bool whole = !round && !is_corrected(s) && !chunk_has_halves(s, c->chunk);
+    bool whole = !round && !chunk_has_halves(s, c->chunk);
     bool mends = whole && codec >= CODECS;
     uint64_t longest = mends ? SPAN : whole && codec == PYPS_F32 ? run.end - run.first : BLOCK;
     for (uint64_t from = run.first, end; from < run.end; from = end) {

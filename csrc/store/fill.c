@@ -9,11 +9,6 @@
 static int check(const pyps_store *s, const pyps_push_args *a) {
     if (a->codec >= CODECS)
         return fail(PYPS_EINVAL, "push: codec: found %u; expected PYPS_F32 to PYPS_NF4", a->codec);
-    if (s->needs.needs_base_params && !a->base_params && a->samples)
-        return fail(PYPS_EINVAL,
-                    "push: base_params: found NULL; the policy %s needs the parameters that the "
-                    "gradient was computed on",
-                    s->policy->name);
     if (a->codec == PYPS_F32 && (a->error_feedback || a->encoded))
         return fail(PYPS_EINVAL,
                     "push: codec: found PYPS_F32; expected another codec with error_feedback or encoded");
@@ -36,14 +31,6 @@ static int check(const pyps_store *s, const pyps_push_args *a) {
                                .nonfinite = a->nonfinite,
                                .scale = a->scale};
     return codec_check_args("push", &encode);
-}
-
-static int fill_base_params(pyps_store *s, const pyps_push_args *a) {
-    float *to = staging_base_params(s, s->slot, a->staging);
-    if (a->ranges) return ranges_place(s, to, a->base_params, a->ranges, a->range_count);
-    int rc = staging_allocate_base_params(s, a->staging);
-    if (!rc) memcpy(to, a->base_params, 4 * store_elements(s));
-    return rc;
 }
 
 /* Nothing is written before all of it is found to be finite, so a refused gradient in the buffer is still there. */
@@ -148,10 +135,8 @@ int staging_fill(pyps_store *s, const pyps_push_args *a, struct event *e, pyps_p
     header->position = a->position, header->weight = a->weighted ? a->weight : (double)a->samples;
     store32_release(&header->false_look, 0); /* no other participant reads it before admission */
     memcpy(header->hyper, a->hyper, s->geometry.groups * sizeof *a->hyper);
-    header->compensation = s->needs.needs_base_params ? (float)s->geometry.policy_params.correction : 0;
     if (!a->samples) return PYPS_OK; /* the step is skipped: the gradient is not read */
     if ((rc = ranges_stage(s, a->staging, a->ranges, a->range_count))) return rc;
-    if (header->compensation > 0 && (rc = fill_base_params(s, a))) return rc;
     if (a->codec != PYPS_F32) rc = fill_codes(s, a, e, out);
     else rc = a->ranges ? fill_ranges(s, a) : fill_floats(s, a);
     if (rc || (rc = finish_fill(s, a))) return rc;

@@ -52,8 +52,6 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     if (l->buffer_count > WORD_BUFFER_MASK)
         return fail(PYPS_EINVAL, "chunks: found %u; too many for 24-bit buffer indices", g->chunks);
 
-    pyps_policy_needs needs;
-    if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &needs))) return rc;
     uint64_t floats = 4 * (uint64_t)g->chunk_params;
     l->buffer_states = g->master == PYPS_BF16 ? floats / 2 : floats;
     uint64_t buffer = l->buffer_states + l->states * floats;
@@ -66,8 +64,7 @@ int layout_compute(const struct geometry *g, struct layout *l) {
     l->staging_data = l->staging_sums + round_up(8 * (uint64_t)g->chunks, 64) + 3 * 64;
     uint64_t flat = (uint64_t)g->chunks * g->chunk_params;
     l->staging_codes = round_up(l->staging_data + 4 * flat, PAGE);
-    l->staging_base_params = l->staging_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
-    l->staging_ranges = l->staging_base_params + (needs.needs_base_params ? round_up(4 * flat, PAGE) : 0);
+    l->staging_ranges = l->staging_codes + round_up(2 * flat, PAGE); /* halves are the longest codes */
     l->most_ranges = flat / FLOATS_OF_RANGE;
     l->staging_stride = l->staging_ranges + round_up(l->most_ranges * sizeof(pyps_range), PAGE);
     l->residual_stride = round_up(4 * flat, PAGE) + 5 * 64;

@@ -5,7 +5,7 @@
  *     staging | residuals
  *
  * The file has room for all of that for max_participants. The spares of a slot and the headers of its staging
- * buffers are holes until a participant joins in it. The rest of a staging buffer, gradient, codes, base parameters
+ * buffers are holes until a participant joins in it. The rest of a staging buffer, gradient, codes
  * and ranges, and the slot's residuals are holes until they are used, and then only as far as they are.
  */
 #ifndef PYPS_LAYOUT_H
@@ -35,7 +35,7 @@ struct geometry {
     uint32_t averaged; /* 1: the last group is of averaged tensors */
 };
 
-_Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 7 * 8, "no padding");
+_Static_assert(sizeof(pyps_policy_params) == 10 * 4 + 6 * 8, "no padding");
 
 struct group {
     uint64_t elements;
@@ -94,12 +94,10 @@ enum { STAGED_SKIP = PYPS_NF4 + 1, STAGED_ZERO, STAGED_LOOKED, STAGED_FORMS };
 struct staging_header {
     float scale;
     uint32_t samples, codec; /* or STAGED_SKIP ... */
-    float compensation;      /* lambda if the policy needs base parameters, which follow the codes */
+    a32 false_look;          /* 1: STAGED_LOOKED, and a participant found what is not finite: gradient.c */
     uint64_t position;       /* of hyper, in its schedule */
     uint64_t ranges;         /* how many; 0: it is of the whole flat vector */
     double weight;           /* in its round's mean */
-    a32 false_look;          /* 1: STAGED_LOOKED, and a participant found what is not finite: gradient.c */
-    uint32_t reserved;
     pyps_hyper hyper[];
 };
 
@@ -111,7 +109,7 @@ struct layout {
     uint64_t tensors, groups, slots, words, saved, owners, view_owners, views, buffers, staging, residuals,
         bytes;
     uint64_t view_stride, buffer_stride, buffer_states, staging_stride, staging_sums, staging_data,
-        staging_codes, staging_base_params, staging_ranges, residual_stride;
+        staging_codes, staging_ranges, residual_stride;
     uint64_t most_ranges;                                      /* of a gradient */
     uint32_t buffer_count, view_count, states, common_buffers; /* common: of no slot */
     uint32_t views_allocated;                                  /* from the start */

@@ -35,10 +35,6 @@ float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging) {
     return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_data);
 }
 
-float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging) {
-    return (float *)(void *)(staging_start(s, slot, staging) + s->layout.staging_base_params);
-}
-
 uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging) {
     return (uint8_t *)(void *)staging_header(s, slot, staging) + s->layout.staging_codes;
 }

@@ -305,9 +305,9 @@ static int park(pyps_store *s, const pyps_push_args *args, const struct outcome 
     return unless_full(chunks_complete(s, outcome->ticket));
 }
 
-/* For pulls that look ahead. A gradient that is compensated when it is applied is not kept, nor is one of ranges. */
+/* For pulls that look ahead. A gradient of ranges is not kept. */
 static void keep_own(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome) {
-    s->own.ticket = s->needs.needs_base_params || args->ranges ? 0 : outcome->ticket;
+    s->own.ticket = args->ranges ? 0 : outcome->ticket;
     s->own.staging = args->staging;
     s->own.scale = staging_header(s, s->slot, args->staging)->scale * outcome->scale;
 }

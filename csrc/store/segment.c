@@ -51,7 +51,6 @@ static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct g
     int rc = mapping_make(s);
     if (rc) return rc;
     s->policy = policy_find(g->policy);
-    if ((rc = pyps_get_policy_needs(g->policy, &g->policy_params, &s->needs))) return rc;
     s->looks_at_gradients = s->policy->needs_sketch && s->policy->needs_sketch(&g->policy_params);
     s->tensors = malloc(g->tensors * sizeof *s->tensors);
     s->chunks = calloc(g->chunks, sizeof *s->chunks);

@@ -1,6 +1,6 @@
 /* staging.c: a worker's staging buffers: their memory, and giving them back unused.
  *
- * A staging buffer has room for a gradient, for codes, for base parameters and for ranges. Each part gets its memory
+ * A staging buffer has room for a gradient, for codes and for ranges. Each part gets its memory
  * when it is first used, and only as much of it, so a worker that sends codes needs no more than these. A file
  * system that is full is an error of that call. A worker that leaves gives the memory back.
  */
@@ -33,17 +33,8 @@ int staging_allocate_averaged(pyps_store *s, uint32_t staging) {
     return segment_allocate(s, offset_of(s, staging_data(s, s->slot, staging) + s->trained), bytes);
 }
 
-int staging_allocate_base_params(pyps_store *s, uint32_t staging) {
-    uint32_t bit = 1u << staging;
-    if (s->base_params_allocated & bit) return PYPS_OK;
-    int rc =
-        segment_allocate(s, offset_of(s, staging_base_params(s, s->slot, staging)), 4 * store_elements(s));
-    if (!rc) s->base_params_allocated |= bit;
-    return rc;
-}
-
 void staging_forget_memory(pyps_store *s) {
-    s->data_allocated = s->base_params_allocated = s->residuals_allocated = 0;
+    s->data_allocated = s->residuals_allocated = 0;
     memset(s->codes_allocated, 0, sizeof s->codes_allocated);
 }
 
@@ -67,7 +58,7 @@ float *pyps_staging_range(pyps_store *s, uint32_t staging, pyps_range range) {
 
 void *pyps_staging_codes(pyps_store *s, uint32_t staging, uint64_t bytes) {
     if (staging_check(s, staging)) return NULL;
-    uint64_t room = s->layout.staging_base_params - s->layout.staging_codes;
+    uint64_t room = s->layout.staging_ranges - s->layout.staging_codes;
     if (bytes > room) {
         fail(PYPS_EINVAL, "staging_codes: bytes: found %lu; expected at most %lu", bytes, room);
         return NULL;

@@ -97,7 +97,6 @@ struct pyps_store {
     uint64_t draft_word;   /* of the view that it is, while `drafted` */
     bool drafted;
     const struct policy *policy;
-    pyps_policy_needs needs;
     bool looks_at_gradients; /* its policy does: pushes are sketched */
     pyps_tensor *tensors;    /* [geometry.tensors] as checked at attach */
     char *path;              /* of the name under which it was created or opened */
@@ -123,10 +122,10 @@ struct pyps_store {
     uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
     bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
-    uint32_t data_allocated, base_params_allocated; /* bit by staging buffer: they have memory */
-    uint64_t codes_allocated[MAX_STAGING_BUFFERS];  /* bytes of each that have memory */
-    uint32_t residuals_allocated;                   /* bit by residual of this slot */
-    double lookahead;                               /* during a pull or an exchange: in global batches */
+    uint32_t data_allocated;                       /* bit by staging buffer: they have memory */
+    uint64_t codes_allocated[MAX_STAGING_BUFFERS]; /* bytes of each that have memory */
+    uint32_t residuals_allocated;                  /* bit by residual of this slot */
+    double lookahead;                              /* during a pull or an exchange: in global batches */
     /* This worker's gradient that was applied last, until its staging buffer is written again. ticket 0: none */
     struct {
         uint64_t ticket;
@@ -263,7 +262,6 @@ const float *buffer_params(const pyps_store *s, uint32_t chunk, uint32_t buffer,
 struct chunk_header *buffer_header(const pyps_store *s, uint32_t buffer);
 struct staging_header *staging_header(const pyps_store *s, uint32_t slot, uint32_t staging);
 float *staging_data(const pyps_store *s, uint32_t slot, uint32_t staging);
-float *staging_base_params(const pyps_store *s, uint32_t slot, uint32_t staging);
 uint8_t *staging_codes(const pyps_store *s, uint32_t slot, uint32_t staging);
 float *staging_scales(const pyps_store *s, uint32_t slot, uint32_t staging, uint32_t codec);
 float *residual_at(const pyps_store *s, uint32_t name); /* of a name within the view's bounds */
@@ -404,7 +402,6 @@ void chunk_look_run(const pyps_store *s, uint32_t chunk, uint32_t buffer, struct
 int staging_check(pyps_store *s, uint32_t staging);    /* that it is one of this worker's */
 int staging_allocate(pyps_store *s, uint32_t staging); /* memory for a whole gradient */
 int staging_allocate_codes(pyps_store *s, uint32_t staging, uint64_t bytes);
-int staging_allocate_base_params(pyps_store *s, uint32_t staging);
 int staging_allocate_averaged(pyps_store *s,
                               uint32_t staging); /* averaged tensors, which are never encoded */
 int residual_allocate(pyps_store *s, uint32_t name);

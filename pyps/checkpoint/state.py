@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     checkpoint, files = read_folder(folder)
     manifest = str(folder / MANIFEST)
     try:
-        header = msgspec.convert(_with_present_names(checkpoint.state), learnt(StateHeader))
+        header = msgspec.convert(checkpoint.state, learnt(StateHeader))
     except (msgspec.ValidationError, InputError) as error:
         raise InputError(manifest, "state", str(error), "that of a store") from None
     trained = [tensor for tensor in header.tensors if not tensor.averaged]
@@ -114,15 +114,6 @@ def load(path: str | os.PathLike[str]) -> Saved:
         rank: {t.name: _tensor(folder, left, f"{rank}.{t.name}", t.shape) for t in trained} for rank in ranks
     }
     return Saved(folder, checkpoint, StoreState(header, parameters, vectors, residuals))
-
-
-def _with_present_names(state: Any) -> Any:
-    """A state in which DC-ASGD's correction may still be called lambda_."""
-    params = state.get("policy_params") if isinstance(state, dict) else None
-    if not isinstance(params, dict) or "lambda_" not in params:
-        return state
-    params = {"correction" if name == "lambda_" else name: value for name, value in params.items()}
-    return {**state, "policy_params": params}
 
 
 def _joined(nested: Any, pattern: str) -> dict[str, NDArray[Any]]:

@@ -155,8 +155,7 @@ def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
     if push.gradient is not None and not push.encoded:
         gradient = ffi.from_buffer("float[]", push.gradient)
     c.gradient, c.encoded = gradient, int(push.encoded)
-    base_params = ffi.NULL if push.base_params is None else ffi.from_buffer("float[]", push.base_params)
-    c.base_params, c.grad_norm_squared = base_params, push.grad_norm_squared
+    c.grad_norm_squared = push.grad_norm_squared
     c.base_version = (
         0 if push.base_version is None else 1 + unsigned(what, "base_version", push.base_version, 63)
     )
@@ -175,7 +174,7 @@ def push_args(what: str, push: PushRequest, constants: Any) -> tuple[Any, Any]:
     how = push.encoding
     c.codec, c.seed, c.error_feedback = how.codec, how.seed, int(how.error_feedback)
     c.rounding, c.nonfinite = ROUNDINGS.index(how.rounding), NON_FINITES.index(how.nonfinite)
-    return c, (constants, gradient, base_params, ranges, looked, given)
+    return c, (constants, gradient, ranges, looked, given)
 
 
 def c_ranges(ranges: NDArray[np.uint64] | None) -> tuple[Any, int]:

@@ -25,7 +25,6 @@ class PolicyParams:
     scaling: int = 0
     plain_pulls: int = 0
     quantile: float = 0.0
-    correction: float = 0.0
     slack: float = 0.0
     patience: float = 0.0
     late: int = 0
@@ -39,8 +38,8 @@ class PolicyNeeds:
     """Hold what a policy asks of a worker; see pyps.native.policy_needs.
 
     `uses_turns`: a push and the pull after it are one turn, so a pull follows each push.
-    `checks_between_micro_batches`: call should_continue between micro-batches. `needs_base_params`,
-    `needs_grad_norm`: a push carries these. `resizes_batches`: claims follow measured speed, up to
+    `checks_between_micro_batches`: call should_continue between micro-batches. `needs_grad_norm`:
+    a push carries it. `resizes_batches`: claims follow measured speed, up to
     set_max_samples. `allows_pipeline`: steps may overlap (start_ahead works). `waits_for_rounds`: a
     worker that has pushed goes on when its round has closed. `starts_at_once`: no start waits for others, so
     an exchange serves in place of a push and the pull before the next step. `collects_pushes`: a version may
@@ -49,7 +48,6 @@ class PolicyNeeds:
 
     uses_turns: bool
     checks_between_micro_batches: bool
-    needs_base_params: bool
     needs_grad_norm: bool
     resizes_batches: bool
     allows_pipeline: bool
@@ -64,10 +62,7 @@ class PolicyNeeds:
 
 
 # What a driver does not give, by the need of PolicyNeeds, and how to say so of a policy.
-SEVERAL_SERVERS = {
-    "collects_pushes": "takes several pushes for a version",
-    "needs_base_params": "needs base parameters",
-}
+SEVERAL_SERVERS = {"collects_pushes": "takes several pushes for a version"}
 TIMES_ALONE = {"needs_grad_norm": "looks at gradients"}
 
 

@@ -274,13 +274,12 @@ class PushRequest:
     staging: index of the staging buffer. samples: how many samples the gradient is the mean of; 0 skips the
     step. hyper: one for each parameter group. scale: multiplies the gradient. timeout: seconds; None: the
     store's own. encoding: how the gradient travels. gradient: fp32 [flat_elements], or with `encoded` codes
-    of that codec, uint8; None: what the staging buffer holds. base_params: fp32 [flat_elements], the
-    parameters that the gradient was computed on, where the policy needs them. base_version: their version;
-    None: the version pulled last. grad_norm_squared: of the gradient, where the policy needs it; 0: not
-    known. compute_seconds: how long the gradient took to compute; 0: since its claim. position: of `hyper` in
-    its schedule; a round takes the constants of the greatest one. cost_seconds: what the step cost this
-    worker, compute and data; 0: compute_seconds. data_seconds: of these, for data. ranges: the parts of the
-    flat vector that the gradient is of (pyps.native.ranges), in fp32; `gradient` and `base_params` hold their
+    of that codec, uint8; None: what the staging buffer holds. base_version: of the parameters that the
+    gradient was computed on; None: the version pulled last. grad_norm_squared: of the gradient, where the
+    policy needs it; 0: not known. compute_seconds: how long the gradient took to compute; 0: since its claim.
+    position: of `hyper` in its schedule; a round takes the constants of the greatest one. cost_seconds: what
+    the step cost this worker, compute and data; 0: compute_seconds. data_seconds: of these, for data. ranges:
+    the parts of the flat vector that the gradient is of (pyps.native.ranges), in fp32; `gradient` holds their
     values one after the other. None: all of it. tag: the sender's name of this push, which its ticket tells.
     looked: the parts of the flat vector (pyps.native.ranges) where the gradient in the staging buffer is
     known to be finite, so that the core need not read them once more; FalseLook if one is not. None: none.
@@ -301,7 +300,6 @@ class PushRequest:
     encoding: Encoding = Encoding(Codec.F32)
     gradient: Flat | NDArray[np.uint8] | None = None
     encoded: bool = False
-    base_params: Flat | None = None
     base_version: int | None = None
     grad_norm_squared: float = 0.0
     compute_seconds: float = 0.0

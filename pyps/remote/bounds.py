@@ -16,7 +16,6 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from pyps import native
 from pyps.errors import Busy, OutOfSpace
 from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
@@ -154,12 +153,12 @@ class ServerBounds:
         most, memory = min(MAX_CONNECTIONS, free // 2), memory_share()  # sessions open the other half
         self.connections = Bound(most, min(CONNECTIONS_A_SESSION * sessions_per_peer, max(2, most // 4)))
         self.sessions = Bound(MAX_SESSIONS, sessions_per_peer)
-        self.calls, self.answers, self.kept = Bound(memory), Answers(memory), Bound(memory)  # bytes
+        self.calls, self.answers = Bound(memory), Answers(memory)  # bytes
         self.new_workers: dict[bytes, str] = {}  # peers, by the sessions that are workers beyond the plan
 
     def note_peers(self, count: int) -> None:
         """So many peers have sessions."""
-        self.calls.peers = self.answers.peers = self.kept.peers = count
+        self.calls.peers = self.answers.peers = count
 
     def check_session(self, peer: str, taken: Counter[str]) -> None:
         """Raise Busy where one more session would be too many; taken: those of each peer."""
@@ -181,8 +180,7 @@ class ServerBounds:
 
         A worker gets its memory when it first stages, so those that are there count as if they had none yet.
         """
-        needs = native.policy_needs(store.layout.policy, store.policy_params)
-        size = 4 * store.layout.flat_elements * store.layout.staging_buffers * (1 + needs.needs_base_params)
+        size = 4 * store.layout.flat_elements * store.layout.staging_buffers
         found = os.statvfs(folder())
         held, free = list(self.new_workers.values()), found.f_bavail * found.f_frsize
         alive = MemberState.ACTIVE, MemberState.FENCED

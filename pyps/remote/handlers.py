@@ -42,13 +42,12 @@ from pyps.remote import verbs
 from pyps.remote.bounds import AnswerRoom
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, check_size, from_frames
-from pyps.remote.parts import packed, sent_ranges
-from pyps.remote.pulled import BaseParams
+from pyps.remote.parts import sent_ranges
 from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.step.transfer import Ask, Transfers, Verb
-from pyps.store.codec import decode_vector, encoded_bytes, encoded_vector_bytes
+from pyps.store.codec import encoded_bytes, encoded_vector_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +93,6 @@ class LinkSession:
         self._room: AnswerRoom | None = None  # of the answer to the call under way
         self._transfers = Transfers()
         self._in_round = past.in_round  # of a push that timed out there
-        self._pulled = BaseParams(site.bounds.kept, whose.peer)
         self._wing = site.shards.session(site, whose, lambda: self.store, past.wing)
 
     def do(self, name: str, arguments: msgspec.Raw, numbers: Frames) -> Reply:
@@ -176,7 +174,6 @@ class LinkSession:
         self._staging = self._in_round = None
         if backend is not None:
             backend.close()
-        self._pulled.forget(0)
         self._plan_as(worker=False)
         self._wing.close()
 
@@ -331,9 +328,7 @@ class LinkSession:
             return self.store.pull(out, parts), (out,)
         check_size("pull", numbers, 0)
         flat = self.room.take(np.float32, self.layout.flat_elements)
-        version = self.store.pull(flat)
-        self._keep_pulled(version, flat)
-        return version, (flat,)
+        return self.store.pull(flat), (flat,)
 
     @HANDLERS.bulk(verbs.READ)
     def read(self, numbers: Frames, ranges: int, timeout: float) -> tuple[int, Arrays]:
@@ -350,19 +345,11 @@ class LinkSession:
     @HANDLERS.bulk(verbs.PULL_ENCODED)
     def pull_encoded(self, numbers: Frames, codec: Codec) -> tuple[int, Arrays]:
         data = self.room.take(np.uint8, encoded_vector_bytes(codec, self.layout))
-        version = self.store.pull_encoded(codec, data)
-        if self._needs.needs_base_params:
-            self._keep_pulled(version, decode_vector(data, codec, self.layout))
-        return version, (data,)
+        return self.store.pull_encoded(codec, data), (data,)
 
     @cached_property
     def _needs(self) -> PolicyNeeds:
         return native.policy_needs(self.layout.policy, self.store.policy_params)
-
-    def _keep_pulled(self, version: int | None, flat: Flat) -> None:
-        """Where the policy needs base parameters, they need not travel back with their gradient."""
-        if version is not None and self._needs.needs_base_params:
-            self._pulled.add(version, flat)
 
     @HANDLERS.bulk(verbs.PUSH)
     def push(self, numbers: Frames, header: PushHeader) -> tuple[PushResult, Arrays]:
@@ -380,7 +367,6 @@ class LinkSession:
             return (result, None), ()
         flat = self.room.take(np.float32, self.layout.flat_elements)
         result, pulled = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
-        self._keep_pulled(pulled, flat)
         return (result, pulled), (flat,)
 
     @HANDLERS.bulk(verbs.TRANSFER)
@@ -430,10 +416,9 @@ class LinkSession:
         codec = header.encoding.codec if header.samples else Codec.F32
         fields = {name: getattr(header, name) for name in header.__struct_fields__}
         fields |= {"encoding": Encoding(codec, nonfinite=header.encoding.nonfinite), "ranges": None}
-        fields["base_params"] = self._pulled.base(header.base_version) if header.samples else None
         brings = header.samples and self._in_round is None  # else its gradient is there
         if brings and header.ranges is not None:
-            fields |= self._of_ranges(header.ranges, codec, fields["base_params"], numbers)
+            fields |= self._of_ranges(header.ranges, codec, numbers)
         elif brings:
             self._fill(self._staging, codec, numbers)
         request = PushRequest(**fields | {"staging": self._staging}, encoded=codec is not Codec.F32)
@@ -457,18 +442,14 @@ class LinkSession:
         self._staging, self._in_round = (staging, (theirs, known)) if waits else (None, None)
         return error
 
-    def _of_ranges(self, count: int, codec: Codec, base: Flat | None, numbers: Frames) -> dict[str, Any]:
+    def _of_ranges(self, count: int, codec: Codec, numbers: Frames) -> dict[str, Any]:
         """The fields of a push whose gradient is of ranges."""
         if codec is not Codec.F32:
             raise InvalidArgument("push", f"codec: found {codec.name} with ranges; expected F32")
         parts, rest = sent_ranges("push", count, numbers, self.layout.flat_elements)
         gradient = np.empty(elements("push", parts, self.layout.flat_elements), np.float32)
         from_frames("push", rest, gradient)
-        return {
-            "ranges": parts,
-            "gradient": gradient,
-            "base_params": None if base is None else packed(base, parts),
-        }
+        return {"ranges": parts, "gradient": gradient}
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
         flat = self.store.staging(staging)
@@ -506,7 +487,6 @@ class LinkSession:
         vectors = [self.room.take(np.float32, layout.flat_elements) for _ in range(1 + states)]
         steps = self.room.take(np.float64, layout.chunks)
         version = self.store.snapshot(vectors[0], vectors[1:], steps, timeout)
-        self._keep_pulled(version, vectors[0])
         return version, (*vectors, steps)
 
     @HANDLERS.bulk(verbs.STATE)

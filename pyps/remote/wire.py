@@ -143,9 +143,8 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """pyps.native.values.PushRequest without its arrays.
 
     The gradient is the call's numbers, encoded unless it is fp32; averaged tensors follow as fp32. There are
-    none where samples is 0. The server keeps the base parameters itself, by their version. ranges: how many
-    the gradient is of; None: it is whole. They go ahead of the numbers. staging: the client's buffer, that of
-    the push before if this one waits on for its round.
+    none where samples is 0. ranges: how many the gradient is of; None: it is whole. They go ahead of the
+    numbers. staging: the client's buffer, that of the push before if this one waits on for its round.
     """
 
     samples: Count

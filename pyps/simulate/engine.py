@@ -84,7 +84,7 @@ class Engine:
         self._present = dict.fromkeys(range(len(self.workers)), 0)  # since when
         self._wake_epoch = self._next_deadline = self._tick_at = 0
         self._staging_buffers = [0] * len(self.workers)  # bit k: staging buffer k waits in the open round
-        self._staged: dict[tuple[int, int], tuple[Vector, Vector] | None] = {}
+        self._staged: dict[tuple[int, int], Vector | None] = {}
         self.ending = False  # a worker has found no samples
         stops = any(fault.kind == "stop" for fault in scenario.faults)
         self.skips_parts = not stops and not metrics.keep_timeline  # micro-batches need no event each
@@ -311,15 +311,14 @@ class Engine:
         norm = float(gradient[0] @ gradient[0]) if gradient and self.needs.needs_grad_norm else 0.0
         if gradient and self.core.looks_at_gradients:
             self.core.see_gradient(gradient[0])
-        w, version = step.pulled
         opened, waited = step.turn or (0, 0)
         while True:
-            self._staged[k, staging] = (gradient[0], w) if gradient else None
+            self._staged[k, staging] = gradient[0] if gradient else None
             self._staging_buffers[k] |= 1 << staging
             try:
                 sent = clock.now - opened if opened else 0
                 waits = waited + clock.now - began
-                more = compute_nanoseconds, norm, 1 + version, waits, sent, step.nanoseconds
+                more = compute_nanoseconds, norm, 1 + step.version, waits, sent, step.nanoseconds
                 d = self.core.push(k, clock.now, staging, step.done, *more)
             except PypsError:
                 self._release(k, staging)
@@ -367,9 +366,8 @@ class Engine:
         if d.ticket and d.round == self.rounds:  # a version of its own
             gradient = self._staged[k, staging]
             if gradient is not None:
-                self.model.step([(*gradient, samples, d.scale)], d.part)
-                if not self.needs.needs_base_params:
-                    self._own[k] = d.scale * gradient[0]
+                self.model.step([(gradient, samples, d.scale)], d.part)
+                self._own[k] = d.scale * gradient
             self._release(k, staging)
         self._note(d)
         if self._measure_every and self.trained >= self._measure_at:
@@ -409,7 +407,7 @@ class Engine:
         for slot, staging, samples, scale in self.core.sources():
             gradient = self._staged[slot, staging]
             if gradient is not None:
-                sources.append((*gradient, samples, scale))
+                sources.append((gradient, samples, scale))
             self._release(slot, staging)
         if sources:
             self.model.step(sources, part)

@@ -173,13 +173,10 @@ class Model:
         objective: Objective | None,
         optimizer: Optimizer,
         hyper: Hyper,
-        compensation: float,
         local: LocalOptimizer | None = None,
     ) -> None:
-        """optimizer, hyper: the store's. compensation: of late gradients. local: the workers' own optimizer,
-        if they take local steps.
-        """
-        self._objective, self._compensation = objective, compensation
+        """optimizer, hyper: the store's. local: the workers' own optimizer, if they take local steps."""
+        self._objective = objective
         self._local = LocalWorkers(objective, local) if objective is not None and local is not None else None
         self.w = objective.start() if objective else np.zeros(0)
         self.optimizer = OptimizerState(optimizer, hyper, self.w.size)
@@ -203,19 +200,14 @@ class Model:
         if self._local is not None:
             self._local.forget(worker)
 
-    def step(self, sources: Sequence[tuple[Vector, Vector, int, float]], part: float) -> None:
-        """Make a version by a part of a step; a source is (gradient, pulled parameters, samples, scale), in
-        summation order.
-        """
+    def step(self, sources: Sequence[tuple[Vector, int, float]], part: float) -> None:
+        """Make a version by a part of a step; a source is (gradient, samples, scale), in summation order."""
         if not self._objective:
             return
         total = np.zeros_like(self.w)
-        for g, pulled, samples, scale in sources:
-            scaled = scale * g
-            if self._compensation:
-                scaled = scaled + self._compensation * scaled * scaled * (self.w - pulled)
-            total += samples * scaled
-        mean = total / sum(samples for _, _, samples, _ in sources)
+        for gradient, samples, scale in sources:
+            total += samples * (scale * gradient)
+        mean = total / sum(samples for _, samples, _ in sources)
         self.w = self.optimizer.step(self.w, mean, part)
 
     def ahead(self, distance: float, gradient: Vector | None, *, rounds: bool) -> Vector:

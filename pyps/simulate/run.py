@@ -87,7 +87,7 @@ def simulate(
         found = "nothing" if local is None else "an optimizer"
         expected = "one in a scenario of local steps, nothing in others"
         raise InputError("simulate", "local", found, expected)
-    model = Model(objective, Optimizer.of(optimizer), hyper, chosen.params().correction, local)
+    model = Model(objective, Optimizer.of(optimizer), hyper, local)
     samples = iterations * scenario.global_batch
     choices = _choices(scenario, chosen, depths) if rebalance and codec == FROM_PLAN else None
     pipelines = Pipelines(depths, choices)

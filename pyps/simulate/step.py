@@ -28,7 +28,7 @@ class SimulatedStep:
 
     first: int
     count: int
-    pulled: Parameters
+    version: int  # of the parameters
     base: Vector  # where its next local step goes on from
     claimed: int  # the time at which it could begin
     done: int = 0

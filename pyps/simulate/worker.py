@@ -181,13 +181,13 @@ class SimulatedWorker:
 
     def _go_on(self) -> None:
         assert self._pulled is not None
-        self._now.pulled, self._now.base = self._pulled, self._base()
+        self._now.version, self._now.base = self._pulled[1], self._base()
 
     def _begin(self) -> Generator[int | None, None, events.Event]:
         assert self._pulled is not None
         first, count = self._claims.popleft()
         claimed = self._claimed if self._rules.depth == 1 else self._clock.now
-        self._step = SimulatedStep(first, count, self._pulled, self._base(), claimed)
+        self._step = SimulatedStep(first, count, self._pulled[1], self._base(), claimed)
         return (yield from self._compute())
 
     def _compute(self) -> Generator[int | None, None, events.Event]:

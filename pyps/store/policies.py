@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import MutableSequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
@@ -219,26 +219,6 @@ class DynSGD(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DCASGD(Policy):
-    """ASP with the delay compensated: g + correction * g * g * (w - w_base); 0 is ASP.
-
-    The paper calls it lambda, and texts may say it so: `dcasgd:lambda=0.1`.
-    """
-
-    correction: float = field(default=0.04, metadata={"also": "lambda"})
-
-    name: ClassVar[str] = "dcasgd"
-    number: ClassVar[int] = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("correction", 0.0, 1e9)
-
-    def _params(self) -> PolicyParams:
-        return PolicyParams(correction=float(self.correction))
-
-
-@dataclass(frozen=True, kw_only=True)
 class SaPS(Policy):
     """Straggler-aware: gradients of a staleness above a threshold are weighed or dropped; no worker waits.
 
@@ -430,15 +410,13 @@ def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
     if kind is None:
         raise InputError("policy", "", repr(name), one_of(name, Policy.known))
     own = {f.name: f for f in fields(kind) if f.name not in COMMON and f.default is not MISSING}
-    also = {f.metadata["also"]: f for f in own.values() if "also" in f.metadata}
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
-        if key not in own | also:
+        if key not in own:
             expected = f"key=value, the key {one_of(key, own)}"
             raise InputError(name, "", repr(item), expected)
-        found = (own | also)[key]
-        values[found.name] = _parsed(name, key, value, found.default)
+        values[key] = _parsed(name, key, value, own[key].default)
     return kind(round_timeout_seconds=round_timeout_seconds, **values)
 
 

@@ -126,9 +126,8 @@ def check_request(request: PushRequest, layout: Layout) -> None:
         if request.ranges is None
         else elements("push", request.ranges, layout.flat_elements)
     )
-    for name, vector in (("gradient", request.gradient), ("base_params", request.base_params)):
-        if vector is not None and not (name == "gradient" and request.encoded):
-            check_vector("push", name, vector, size)
+    if request.gradient is not None and not request.encoded:
+        check_vector("push", "gradient", request.gradient, size)
 
 
 def exchanged(result: PushResult, version: int | None, pull: Callable[[], int]) -> tuple[PushResult, int]:

@@ -92,7 +92,6 @@ class Attached:
             encoding=encoding if codes is None else Encoding(half or encoding.codec),
             gradient=codes,
             encoded=codes is not None,
-            base_params=binding.flat if needs.needs_base_params else None,
             base_version=step.version,
             grad_norm_squared=squared_norm,
             looked=step.looked,

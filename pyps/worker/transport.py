@@ -267,9 +267,7 @@ class Transport:
         pipeline the gradient travels while the next steps are computed.
         """
         if self.depth > 1:  # the claim was made long before the compute began, and the model goes on
-            base = None if request.base_params is None else request.base_params.copy()
-            seconds = time.monotonic() - step.created
-            request = replace(request, base_params=base, compute_seconds=seconds)
+            request = replace(request, compute_seconds=time.monotonic() - step.created)
             self._computing = None
         self._sending, self._back = (step, request), None
         action = self._drive(events.Computed())

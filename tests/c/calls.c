@@ -19,7 +19,7 @@ static char journal[256];
 static pyps_store *s; /* of this process; NULL: closed */
 static pyps_layout layout;
 static uint32_t staged; /* the staging buffer that was given last */
-static float flat[MOST], values[MOST], base[MOST], vectors[2][MOST];
+static float flat[MOST], values[MOST], vectors[2][MOST];
 static float *const states[2] = {vectors[0], vectors[1]};
 static uint8_t codes[4 * MOST + 64];
 static double steps[64];
@@ -195,7 +195,6 @@ static int push_or_exchange(bool sound) {
                         .seed = draw(UINT64_MAX),
                         .codec = seldom(2) ? PYPS_F32 : (uint32_t)draw(6),
                         .nonfinite = (uint32_t)draw(3),
-                        .base_params = base,
                         .grad_norm_squared = 1};
     a.error_feedback = a.codec != PYPS_F32 && seldom(2);
     some_hyper(hyper, sound);

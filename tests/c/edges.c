@@ -544,22 +544,6 @@ static void huge_round(void) {
     must(pyps_close(other), "close"), must(pyps_close(s), "close");
 }
 
-/* A correction under a policy that has none: there is no room for what it reads. */
-static void needless_correction(void) {
-    static const uint32_t batches[] = {4};
-    pyps_tensor tensor = {.name = "w", .ndim = 1, .shape = {PARAMETERS}};
-    pyps_config config = small_config(&tensor, batches, 1, PYPS_ASP);
-    pyps_store *s, *opened;
-    config.policy_params.correction = 0.5;
-    expect(pyps_create("edges", PYPS_ABI, &config, &s), PYPS_EINVAL, "create");
-    s = created(1, PYPS_ASP, 60);
-    s->header->geometry.policy_params.correction = 0.5;
-    s->header->checksum = geometry_checksum(&s->header->geometry, (void *)(s->base + s->layout.tensors),
-                                            (void *)(s->base + s->layout.groups));
-    expect(pyps_open("edges", PYPS_ABI, &opened), PYPS_ECORRUPT, "open");
-    must(pyps_close(s), "close");
-}
-
 /* How parameters are kept gives the size of a buffer: what the header says of it is checked like all else. */
 static void false_master(void) {
     static const uint32_t batches[] = {4};
@@ -667,7 +651,6 @@ static void schedule(void) {
 
 static const struct test_case tests[] = {
     {"huge-round", huge_round},
-    {"needless-correction", needless_correction},
     {"false-master", false_master},
     {"many-deaths", many_deaths},
     {"full-house", full_house},

@@ -96,7 +96,6 @@ WAITS = ("passed-time", "odd-timeouts", "paused-job", "killed-waiter", "interrup
 EDGES = (
     "full-house",
     "huge-round",
-    "needless-correction",
     "false-master",
     "many-deaths",
     "out-of-descriptors",

@@ -18,7 +18,7 @@ ALLOWED = {
     "policy": {"pyps.h", "error.h"},
     "store": {"pyps.h", "error.h", "kernels/", "policy/"},
 }
-POLICY = re.compile(r"\bPYPS_(BSP|ASP|BACKUP|SOFTSYNC|SSP|DSSP|DYNSGD|DCASGD|SAPS|R2SP|HPS)\b")
+POLICY = re.compile(r"\bPYPS_(BSP|ASP|BACKUP|SOFTSYNC|SSP|DSSP|DYNSGD|SAPS|R2SP|HPS)\b")
 
 
 def sources(folder: str) -> list[Path]:

@@ -36,7 +36,6 @@ POLICIES = [
     "ssp",
     "dssp",
     "dynsgd",
-    "dcasgd",
     "saps",
     "r2sp",
     "hps",

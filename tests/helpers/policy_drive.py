@@ -11,7 +11,6 @@ from pyps.native.values import Config, Optimizer
 from pyps.store.policies import (
     ASP,
     BSP,
-    DCASGD,
     DSSP,
     HPS,
     R2SP,
@@ -29,7 +28,7 @@ SECOND = 10**9
 STEP = 10**6  # nanoseconds between two events
 POLICIES: list[Policy] = [
     BSP(), ASP(), Backup(k=1), Backup(k=2), Softsync(n=1), Softsync(n=2), SSP(bound=0), SSP(bound=2), DSSP(),
-    DynSGD(), DCASGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
+    DynSGD(), SaPS(), SaPS(threshold="quantile"), SaPS(threshold="fixed", bound=2),
     SaPS(late="drop", noise=1.0), SaPS(threshold="ringmaster", late="weigh"),
     SaPS(threshold="fixed", bound=3, abort=True), R2SP(slack=0.0), R2SP(), HPS(),
     Quorum(k=1), Quorum(k=2, grace=0.0),

@@ -15,7 +15,7 @@ from pyps.store.policies import Policy, policy_named, register_policy
 
 CUSTOM = "halving.Halving:bound=1"
 POLICIES = (
-    "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=1", "dssp", "dynsgd", "dcasgd:lambda=10",
+    "bsp", "asp", "backup:k=1", "softsync:n=1", "ssp:bound=1", "dssp", "dynsgd",
     "saps", "saps:threshold=fixed,bound=1,late=drop", "saps:abort=true", "r2sp", "quorum:k=1",
     "r2sp:slack=0,patience=1000000", "hps", CUSTOM,
 )  # fmt: skip
@@ -129,7 +129,7 @@ def _refusals(cell: Cell) -> Iterator[str]:
     needs = policy_of(cell).needs
     if cell.depth > 1 and not needs.allows_pipeline:
         yield "pipeline"
-    if cell.backend == "shards" and (needs.collects_pushes or needs.needs_base_params):
+    if cell.backend == "shards" and needs.collects_pushes:
         yield "policy"
     if cell.backend == "shards" and cell.clip and not cell.local_steps:
         yield "clip_norm"

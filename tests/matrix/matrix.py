@@ -20,7 +20,6 @@ SAMPLED = 3  # of the disturbed cells in pairs every third is sampled
 
 NAMED = (
     Cell("asp", clip=True, backend="shards"),  # refused, although its pairs are not
-    Cell("dcasgd:lambda=10", depth=2),  # corrected from what a pipelined gradient was computed on
     Cell("bsp", optimizer="adamw", codec="int8", fault="resume"),  # the same bits, residuals and moments too
     Cell("hps", depth=2, modes=True),
     Cell("hps", "momentum", codec="int8", depth=2, rebalance=True, modes=True),

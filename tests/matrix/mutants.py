@@ -63,12 +63,6 @@ MUTANTS = (
         "ranks[r].has_residual = 0",
     ),
     Mutant(
-        "in a pipeline a gradient is corrected from newer parameters than it was computed on",
-        "pyps/worker/transport.py",
-        "request.base_params.copy()",
-        "request.base_params",
-    ),
-    Mutant(
         "the claims that a dead worker had made ahead are lost",
         "csrc/policy/view_samples.c",
         "for (uint32_t i = 0; i < m->ahead; i++) give_back(v, slot, ahead[i].first, ahead[i].count);",

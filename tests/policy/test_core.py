@@ -17,7 +17,6 @@ from pyps.native.status import MemberState
 from pyps.native.values import Config, Optimizer
 from pyps.store.policies import (
     ASP,
-    DCASGD,
     DSSP,
     SSP,
     Backup,
@@ -178,7 +177,6 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
     ("policy", "scale"),
     [
         (ASP(), lambda tau: 1.0),
-        (DCASGD(), lambda tau: 1.0),
         (DynSGD(scaling="none"), lambda tau: 1 / (tau + 1)),
     ],
     ids=lambda value: str(value) if isinstance(value, Policy) else "",

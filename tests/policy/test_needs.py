@@ -9,18 +9,17 @@ import pytest
 from pyps import errors, native
 from pyps.native.decisions import PolicyParams
 from pyps.simulate import Logistic, Scenario, SimWorker, simulate
-from pyps.store.policies import DCASGD, Custom, Policy, SaPS, policy_named
+from pyps.store.policies import Custom, Policy, SaPS, policy_named
 
 # Under any parameters; every policy that is not named for a need does not have it.
 NEEDS = {
     "uses_turns": {"r2sp"},
     "checks_between_micro_batches": {"backup", "saps"},
-    "needs_base_params": {"dcasgd"},
     "needs_grad_norm": {"saps"},
     "resizes_batches": {"hps"},
     "allows_pipeline": set(Policy.known) - {"bsp", "backup", "quorum"},
     "waits_for_rounds": {"bsp", "backup", "quorum", "hps"},
-    "starts_at_once": {"asp", "dynsgd", "dcasgd", "saps"},
+    "starts_at_once": {"asp", "dynsgd", "saps"},
     "collects_pushes": {"bsp", "backup", "quorum", "hps", "softsync"},
 }
 
@@ -32,8 +31,6 @@ def test_needs_of_each_policy(name: str) -> None:
 
 
 def test_parameters_can_make_a_need_go_away() -> None:
-    assert native.policy_needs(DCASGD.number, DCASGD(correction=0.1).params()).needs_base_params
-    assert not native.policy_needs(DCASGD.number, DCASGD(correction=0.0).params()).needs_base_params
     assert native.policy_needs(SaPS.number, SaPS(threshold="ringmaster").params()).needs_grad_norm
     assert not native.policy_needs(SaPS.number, SaPS(threshold="quantile").params()).needs_grad_norm
 
@@ -46,7 +43,6 @@ def test_a_custom_policy_needs_nothing_more_than_a_push() -> None:
 MOST = {
     "softsync": ("n", 1_000_000),
     "dssp": ("extra", 10_000),
-    "dcasgd": ("correction", 1e9),
     "saps": ("noise", 1e9),
     "r2sp": ("slack", 1e6),
     "quorum": ("grace", 1e6),

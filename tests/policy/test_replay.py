@@ -41,7 +41,7 @@ def work(store: pyps.Store, rank: int, journal: Path) -> None:
             if store.should_continue(1, 1) is Advice.ABORT:
                 continue
             staging.flat[:] = 1.0
-            store.push(staging, claim.count, Hyper(lr=1e-3), base_params=flat, grad_norm_squared=1.0 + rank)
+            store.push(staging, claim.count, Hyper(lr=1e-3), grad_norm_squared=1.0 + rank)
         except PushRejected:
             pass
         except Ended:

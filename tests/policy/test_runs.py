@@ -65,7 +65,7 @@ while True:
         time.sleep(0.001 * claim.count)
         {within}
         staging.flat[:] = 1.0
-        store.push(staging, claim.count, Hyper(lr=1e-3), base_params=flat)
+        store.push(staging, claim.count, Hyper(lr=1e-3))
         step += 1
         if policy.needs.uses_turns:
             store.pull(flat)
@@ -144,7 +144,7 @@ def test_no_worker_waits_for_ever(shm: Path, tmp_path: Path, name: str, befalls:
     assert (tmp_path / "run" / "befallen").exists()
 
 
-@pytest.mark.parametrize("name", sampled(["bsp", "dssp", "dcasgd", "softsync"], 1))
+@pytest.mark.parametrize("name", sampled(["bsp", "dssp", "softsync"], 1))
 def test_a_leaving_worker_comes_back(shm: Path, tmp_path: Path, name: str) -> None:
     report = loop(tmp_path, name, LEAVES)
     assert report.outcome == "finished"

@@ -17,7 +17,6 @@ from pyps.store import Store
 from pyps.store.policies import (
     ASP,
     BSP,
-    DCASGD,
     R2SP,
     SSP,
     Backup,
@@ -32,7 +31,7 @@ from pyps.store.staging import StagingBuffer
 BATCHES = [5, 3, 2, 7]
 SAMPLES = 100
 ORDERED = [  # those that decide by order alone, not by how long things took
-    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(), DCASGD(correction=0.0),
+    BSP(), ASP(), Backup(k=1), Softsync(n=2), SSP(bound=1), DynSGD(),
     SaPS(threshold="fixed", bound=2), SaPS(threshold="ringmaster"), SaPS(threshold="quantile", quantile=0.5),
     SaPS(threshold="fixed", bound=2, late="weigh"),
     R2SP(slack=0.0, patience=1e6), Quorum(k=1, grace=0.0),
@@ -96,7 +95,7 @@ class Twins:
         """None: it has to wait."""
         try:
             cost = cost_nanoseconds(k, samples) * 1e-9
-            more = {"timeout": 0.0, "base_params": self.flats[k], "cost_seconds": cost}
+            more = {"timeout": 0.0, "cost_seconds": cost}
             return self.stores[k].push(staging, samples, Hyper(lr=0.1), **more)
         except TimedOut:
             return None

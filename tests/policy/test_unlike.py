@@ -156,7 +156,7 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
         ("r2sp:slack=-1", "from 0 to 1000000"),
         ("softsync:n=0", "at least 1"),
         ("dssp:extra=100000", "at most 10000"),
-        ("dcasgd:lambda=nan", "correction: found nan; expected a number from 0 to"),
+        ("saps:noise=nan", "noise: found nan; expected a number from 0 to"),
     ],
 )
 def test_bad_numbers_are_named(text: str, message: str) -> None:

@@ -175,7 +175,7 @@ def test_codes_made_elsewhere_travel_as_they_are(shm: Path) -> None:
     "policy", [p for p in sorted(pyps.store.policies.Policy.known) if p not in ("custom",)]
 )
 def test_every_policy_decides_over_the_link_as_locally(shm: Path, policy: str) -> None:
-    """One worker, whose pushes are stale now and then; what DC-ASGD compensates by needs no way back."""
+    """One worker, whose pushes are stale now and then."""
     found = []
     for k in range(2):
         tensors, name = {"w": np.ones(5)}, f"model-{k}"
@@ -193,7 +193,7 @@ def test_every_policy_decides_over_the_link_as_locally(shm: Path, policy: str) -
                 one.set_max_samples(4)
                 one.set_data_set(DataSet(60, 7, 0.5, 0.1))
                 assert one.should_continue(0, claim.count) is pyps.native.decisions.Advice.CONTINUE
-                one.push(staging, claim.count, Hyper(lr=0.1), base_params=flat, grad_norm_squared=1.0)
+                one.push(staging, claim.count, Hyper(lr=0.1), grad_norm_squared=1.0)
                 if turn % 2 or policy == "r2sp":
                     one.pull(flat)
             found.append(store.snapshot().parameters.copy())

@@ -167,7 +167,7 @@ def same(server: Server) -> str:
 
 def test_what_cannot_be_over_several_servers_is_refused(shm: Path) -> None:
     with serving(2) as (address, (home, far)):
-        for policy in ("bsp", "softsync", "dcasgd"):
+        for policy in ("bsp", "softsync"):
             with pytest.raises(InvalidArgument, match="expected one that takes each push by itself"):
                 make(address, policy=policy)
         with pytest.raises(InvalidArgument, match="found 1 chunks of 1024 parameters for 2 servers"):

@@ -45,7 +45,7 @@ def test_bsp_takes_as_long_as_the_slowest() -> None:
     assert result.idle_share == pytest.approx(1 - sum(SECONDS) / (4 * SLOWEST), rel=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["asp", "dynsgd", "dcasgd", "saps:threshold=fixed", "ssp:bound=inf"])
+@pytest.mark.parametrize("policy", ["asp", "dynsgd", "saps:threshold=fixed", "ssp:bound=inf"])
 def test_policies_without_waits_train_at_the_sum_of_speeds(policy: str) -> None:
     result = simulate(PLAIN, policy, iterations=200)
     speed = sum(b / s for b, s in zip(BATCHES, SECONDS, strict=True))
@@ -243,13 +243,6 @@ def test_curves_fall_and_targets_stop() -> None:
     assert stopped.seconds_to(target) == results[1].seconds_to(target)
     assert stopped.samples < results[1].samples
     assert results[0].seconds_to(0.0) is None
-
-
-def test_delay_compensation_with_lambda_zero_is_asp() -> None:
-    asp, none, some = compare(
-        PLAIN, ["asp", "dcasgd:lambda=0", "dcasgd:lambda=2"], iterations=30, objective=Logistic(), lr=1.0
-    )
-    assert asp.loss == none.loss != some.loss
 
 
 def test_torch_and_numpy_objectives_agree() -> None:

@@ -80,12 +80,12 @@ def test_transfers_under_way_share_the_link_and_not_its_latency() -> None:
 def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
     steps, problem = 40, Logistic(samples=100)
     result = simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR, pipeline=True)
-    plain = Model(problem, Optimizer.SGD, Hyper(LR), 0.0)
+    plain = Model(problem, Optimizer.SGD, Hyper(LR))
     before = plain.w
     for k in range(steps):
         on, before = (before if k else plain.w), plain.w
         gradient, _ = problem.gradient(on, k * BATCH, BATCH)
-        plain.step([(gradient, on, BATCH, 1.0)], 1.0)
+        plain.step([(gradient, BATCH, 1.0)], 1.0)
     assert result.loss == plain.loss()
     assert result.loss != simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR).loss
 

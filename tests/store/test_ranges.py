@@ -238,18 +238,15 @@ def test_an_exchange_in_a_round_with_ranges(
         np.testing.assert_array_equal(copy, lead.pull()[0])
 
 
-@pytest.mark.parametrize(
-    "policy", ["ssp:bound=1", "softsync:n=1", "dcasgd:lambda=0.5", "dynsgd", "backup:k=0"]
-)
+@pytest.mark.parametrize("policy", ["ssp:bound=1", "softsync:n=1", "dynsgd", "backup:k=0"])
 def test_every_kind_of_policy_takes_ranges(name: str, stores: list[Store], policy: str) -> None:
-    """One ticket as any other, also where base parameters are needed, which are packed too."""
+    """One ticket as any other."""
     store = made(name, policy=policy)
     stores.append(store)
     ranges = store.ranges("table", rows=[3])
     base, _ = store.pull(ranges=ranges)
     store.start()
-    options = {"base_params": base} if store.policy_needs().needs_base_params else {}
-    store.push(None, 4, Hyper(lr=1.0), ranges=ranges, gradient=np.ones(COLUMNS, np.float32), **options)
+    store.push(None, 4, Hyper(lr=1.0), ranges=ranges, gradient=np.ones(COLUMNS, np.float32))
     np.testing.assert_array_equal(store.pull(ranges=ranges)[0], base - 1)
     assert store.status().version == 1
 

@@ -39,7 +39,6 @@ POLICIES = (
     "ssp:bound=2",
     "dssp:bound=1,extra=2",
     "dynsgd",
-    "dcasgd",
     "saps:threshold=fixed,bound=2",
     "r2sp:slack=0,patience=1000000",
     "hps",
@@ -144,8 +143,6 @@ class Drive:
             seed=claim.first,
         )
         options: dict[str, Any] = {"compute_seconds": turn.seconds}
-        if self.needs.needs_base_params:
-            options["base_params"] = flat
         if self.needs.needs_grad_norm:
             options["grad_norm_squared"] = 1.0 + claim.first % 5
         hyper = Hyper(lr=0.01, weight_decay=0.01, momentum=0.9, clip_norm=turn.clip_norm)

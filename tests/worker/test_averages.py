@@ -216,7 +216,7 @@ def test_a_round_of_one_step_gives_the_mean_by_samples() -> None:
         assert statistics(models[0])["2.num_batches_tracked"] == 1
 
 
-@pytest.mark.parametrize("policy", ["bsp", "asp", "ssp:bound=2", "softsync", "r2sp", "saps", "hps", "dcasgd"])
+@pytest.mark.parametrize("policy", ["bsp", "asp", "ssp:bound=2", "softsync", "r2sp", "saps", "hps"])
 def test_under_every_policy_workers_end_with_the_same_statistics(policy: str) -> None:
     models: list[nn.Module] = [normed(), normed()]
     found = parts_of(policy, models)

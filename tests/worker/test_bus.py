@@ -112,7 +112,6 @@ HALF_CASES = [
     {"policy": "bsp", "case": "adamw"},
     {"policy": "asp", "pipeline": 2},
     {"policy": "asp", "micro_batch": 3},
-    {"policy": "dcasgd"},
     {"policy": "softsync"},
     {"policy": "asp", "clip_norm": 0.1},
     {"policy": "bsp", "clip_norm": 0.1},

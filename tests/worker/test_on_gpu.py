@@ -369,9 +369,7 @@ def test_a_worker_with_local_steps_goes_on_bit_for_bit(tmp_path: Path, kind: str
     np.testing.assert_array_equal(*ends)
 
 
-@pytest.mark.parametrize(
-    "policy", ["asp", "saps", "r2sp", "ssp:bound=2", "dynsgd", "dcasgd", "asp:lookahead=false"]
-)
+@pytest.mark.parametrize("policy", ["asp", "saps", "r2sp", "ssp:bound=2", "dynsgd", "asp:lookahead=false"])
 @pytest.mark.parametrize("kind", ["nesterov", "adamw"])
 def test_policies_that_do_not_wait(policy: str, kind: str) -> None:
     """One worker, serial and then pipelined: as on the CPU, with what it looks ahead by its last gradient."""

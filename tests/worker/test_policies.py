@@ -10,12 +10,12 @@ import pytest
 import torch
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threads, train_beside
 
-from pyps.errors import InvalidArgument, PushRejected
+from pyps.errors import PushRejected
 from pyps.formats.records import read_run
 from pyps.native.decisions import Advice
 from pyps.native.values import Hyper, PushResult
 from pyps.store import Store
-from pyps.store.policies import DCASGD, R2SP, Policy, SaPS, Softsync
+from pyps.store.policies import R2SP, Policy, SaPS, Softsync
 from pyps.store.staging import StagingBuffer
 from pyps.worker.loop import Worker, join
 
@@ -80,49 +80,6 @@ def two(
     one.join(0)
     other.join(1)
     return one, other
-
-
-@pytest.mark.parametrize("codec", ["f32", "bf16"])
-def test_dcasgd_adds_its_correction(shm: Path, codec: str) -> None:
-    draws = np.random.default_rng(0)
-    w0, g1, g2 = (draws.standard_normal(3000).astype(np.float32) for _ in range(3))
-    one, other = two("delay", DCASGD(correction=0.3, scaling="none"), w0)
-    with one, other:
-        pulled = {}
-        for store in (one, other):
-            store.start()
-            pulled[store] = store.pull()[0]
-        with pytest.raises(InvalidArgument, match="base_params"):
-            push(one, 1, g1)
-        one.leave()
-        one.join(0)
-        one.start()
-        flat, _ = one.pull()
-        push(one, 1, g1, base_params=flat, encoding=codec)
-        push(other, 1, g2, base_params=pulled[other], encoding=codec, scale=2.0)
-        found = other.pull()[0]
-        decoded = [
-            torch.from_numpy(g).bfloat16().float().numpy() if codec == "bf16" else g for g in (g1, 2.0 * g2)
-        ]
-        w1 = w0 - LR * decoded[0]
-        w2 = w1 - LR * (decoded[1] + 0.3 * decoded[1] ** 2 * (w1 - w0))
-        np.testing.assert_allclose(other.views(found)["w"], w2, rtol=2e-5, atol=1e-6)
-
-
-def test_dcasgd_with_strength_0_is_asp_bitwise(shm: Path) -> None:
-    draws = np.random.default_rng(1)
-    w0, g1, g2 = (draws.standard_normal(3000).astype(np.float32) for _ in range(3))
-    results = []
-    for policy in ("asp", "dcasgd:lambda=0"):
-        one, other = two("zero", policy, w0)
-        with one, other:
-            for store in (one, other):
-                store.start()
-                store.pull()
-            push(one, 1, g1)
-            push(other, 1, g2)
-            results.append(other.pull()[0].tobytes())
-    assert results[0] == results[1]
 
 
 def test_a_rejected_push_leaves_the_parameters_bitwise_unchanged(shm: Path) -> None:
