@@ -9,11 +9,13 @@ that no GPU is waited for; a rank that sends none is named after a time that the
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -24,9 +26,10 @@ from pyps.errors import InputError
 from pyps.torch.consensus import Consensus
 
 Fields = Mapping[str, Any]
+Rows = list[list[float]]  # by rank
 GRACE_SECONDS = 2.0  # after a timeout: until all ranks that wait have said so
 HEAD = 4  # numbers of a row before its values: a digest in two halves, whether it refuses, how many values
-WIDTH = 64  # values that a row has room for; longer ones follow in a second exchange
+WIDTH = 28  # values that a row has room for; longer ones follow in a second exchange
 
 
 class StepAgreement:
@@ -60,51 +63,55 @@ class StepAgreement:
         # dist.new_group would name it by the number of groups of each rank, which may differ.
         self._store = PrefixStore("rows", consensus.store)
         limit = timedelta(seconds=timeout + GRACE_SECONDS)
-        place = self.ranks.index(dist.get_rank())
-        self._group: Any = dist.ProcessGroupGloo(self._store, place, len(self.ranks), limit)
+        self._place = self.ranks.index(dist.get_rank())
+        self._group: Any = dist.ProcessGroupGloo(self._store, self._place, len(self.ranks), limit)
         self._calls = 0
+        _alive.add(self)
 
-    def exchange(
-        self, fields: Fields, values: Sequence[float], error: InputError | None = None
-    ) -> torch.Tensor:
-        """Send this rank's row and wait for all: the values by rank, float64 [ranks of the group, values].
+    def exchange(self, fields: Fields, values: Sequence[float], error: InputError | None = None) -> Rows:
+        """Send this rank's row and wait for all: the values of each rank of the group.
 
         error: what this rank refuses. Raises it on all ranks; and InputError where fields differ, or the
         number of values does.
         """
         self._calls += 1
         digest = digest_of(fields)
-        row = torch.zeros(HEAD + WIDTH, dtype=torch.float64)
-        head = [float(digest >> 32), float(digest & 0xFFFFFFFF), float(error is not None), float(len(values))]
-        row[: HEAD + min(len(values), WIDTH)] = torch.tensor([*head, *values[:WIDTH]], dtype=torch.float64)
-        rows = self._gather(row)
-        if bool(rows[:, 2].any()):
+        head = [digest >> 32, digest & 0xFFFFFFFF, error is not None, len(values)]
+        rows = self._gather([*head, *values[:WIDTH], *[0.0] * (WIDTH - len(values))])
+        if any(row[2] for row in rows):
             self._raise_refusal(error)
-        if bool((rows[:, :2] != rows[0, :2]).any()) or bool((rows[:, 3] != rows[0, 3]).any()):
+        if any(row[:2] != rows[0][:2] or row[3] != rows[0][3] for row in rows):
             self._raise_difference({**fields, "values of a row": len(values)})
-        found = rows[:, HEAD : HEAD + min(len(values), WIDTH)]
-        if len(values) > WIDTH:
-            rest = self._gather(torch.tensor(values[WIDTH:], dtype=torch.float64))
-            found = torch.cat([found, rest], 1)
-        return found[self._own]
+        rest = self._gather(values[WIDTH:]) if len(values) > WIDTH else [[]] * len(rows)
+        return [[*rows[k][HEAD : HEAD + len(values)], *rest[k]] for k in self._own]
 
-    def _gather(self, row: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(len(self.ranks), len(row), dtype=row.dtype)
+    def _gather(self, row: Sequence[float]) -> Rows:
+        """Each rank's row, of one length, in log2(ranks) messages (Bruck et al., 1997).
+
+        gloo's own allgather hands a row to other threads and back, which takes twice as long.
+        """
+        many, own, known = len(self.ranks), self._place, 1
+        rows = torch.empty(many, len(row), dtype=torch.float64)  # from this rank's on
+        rows[0] = torch.tensor(row, dtype=torch.float64)
+        deadline = time.monotonic() + self._timeout
         try:
-            self._group.allgather([list(rows.unbind())], [row]).wait(timedelta(seconds=self._timeout))
+            while known < many:
+                part = min(known, many - known)
+                sent = self._group.send([rows[:part]], (own - known) % many, 0)
+                came = self._group.recv([rows[known : known + part]], (own + known) % many, 0)
+                for work in (came, sent):
+                    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                known += part
         except (RuntimeError, dist.DistError) as error:
             self._raise_missing(error)
-        return rows
+        found: Rows = rows.tolist()
+        return found[many - own :] + found[: many - own]
 
     def _gather_all(self, value: Any) -> list[Any]:
         """A value of JSON's types of each rank."""
-        own = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
-        lengths = [int(one) for one in self._gather(torch.tensor([len(own)]))[:, 0]]
-        rows = self._gather(torch.nn.functional.pad(own, (0, max(lengths) - len(own))))
-        return [
-            msgspec.json.decode(bytes(row[:length].tolist()))
-            for row, length in zip(rows, lengths, strict=True)
-        ]
+        own = msgspec.json.encode(value)
+        most = int(max(length for (length,) in self._gather([len(own)])))
+        return [msgspec.json.decode(bytes(map(int, row))) for row in self._gather(list(own.ljust(most)))]
 
     def _raise_missing(self, error: Exception) -> None:
         """Name the ranks that have not sent their row."""
@@ -146,6 +153,12 @@ class StepAgreement:
         return ", ".join(
             f"{value} on rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for value, of in ranks.items()
         )
+
+
+# A DataLoader's worker that collected a group as garbage would end threads that it does not have, and crash.
+_alive: WeakSet[StepAgreement] = WeakSet()
+_of_parent: list[StepAgreement] = []
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_alive))
 
 
 def digest_of(fields: Fields) -> int:

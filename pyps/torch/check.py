@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -75,99 +75,57 @@ def check_gradient(
     ranks' samples. With int8 or int4 call it before training, because it reduces like a step and changes the
     kept errors. Raises InputError for another model, or batches that are not the plan's.
     """
-    reductions = _reductions_of(model)
-    group, module = reductions.group, reductions.module
+    averages = _Averages(model)
+    group, module = averages.group, averages.module
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, tree_map(_to("cpu"), tuple(batch)), group=group)
     batches = tuple(samples_of(one) for one in gathered)
     if plan is not None and (planned := read_split(plan)) != batches:
         raise InputError("check_gradient", "batches", f"{batches}", f"the plan's {planned}")
     whole = tree_map(_to(next(module.parameters()).device), tree_map(_concatenated, *gathered))
-    with _restored(model, reductions.parameters):
-        right = reductions.alone(loss, whole)
-        averaged, weighted = reductions.averages(loss, batch, samples_of(tuple(batch)) / sum(batches))
-        with reductions.uncounted():
-            is_sum = _is_sum(module, loss, whole)
-    with _restored(model, reductions.parameters):
-        reduced = _reduced(model, loss, batch, reductions.parameters, _step_of(model, n))
-    known = _Candidates(right, weighted, averaged, averaged * len(batches), reductions.error)
-    return GradientCheck(reductions.error(reduced, right), _cause(reduced, known, module, is_sum), batches)
+    share = len(batches) * samples_of(tuple(batch)) / sum(batches)
+    with _restored(model, averages.parameters):
+        right = averages.of(loss, whole)
+        averaged, weighted = averages.of(loss, batch), averages.of(loss, batch, share)
+        is_sum = _is_sum(module, loss, whole)
+    with _restored(model, averages.parameters):
+        reduced = _reduced(model, loss, batch, averages.parameters, _step_of(model, n))
+    error = _Distance(averages.parameters, group)
+    known = _Candidates(right, weighted, averaged, averaged * len(batches), error)
+    return GradientCheck(error(reduced, right), _cause(reduced, known, module, is_sum), batches)
 
 
-class _InDDP:
-    """Reductions of a DistributedDataParallel model; gradients are whole on every rank."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.module: nn.Module = model.module
-        self.group: dist.ProcessGroup = model.process_group
-        self.parameters = [p for p in parameters_of(model) if p.requires_grad]
-        self._distance = _Distance(self.parameters, self.group)
-
-    def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
-        """The gradient of all samples, without a reduction."""
-        return self._gradient(loss, whole)
-
-    def averages(self, loss: Loss, batch: Sequence[Any], share: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ranks' gradients with equal weights, and with their shares of the samples."""
-        own = self._gradient(loss, batch)
-        sums = torch.stack([own / dist.get_world_size(self.group), own * share])
-        dist.all_reduce(sums, group=self.group)
-        return sums[0], sums[1]
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
-        return self._distance(found, right)
-
-    def _gradient(self, loss: Loss, batch: Sequence[Any]) -> torch.Tensor:
-        """Without reduction, float64 [parameters]; .grad, which DDP hooks into, does not change."""
-        with unweighted():
-            found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
-        both = zip(self.parameters, found, strict=True)
-        return _flat(torch.zeros_like(p) if g is None else g for p, g in both)
-
-
-class _InFSDP:
-    """Reductions of an FSDP2 model, of which each rank sees its shards; ranks with the same data agree."""
+class _Averages:
+    """Averages over ranks of a model's gradients, as a plain backward pass has them; .grad may change."""
 
     def __init__(self, model: Any) -> None:
-        from pyps.torch.fsdp_shards import ShardedModules
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        self._shards: Any = None
+        if isinstance(model, DistributedDataParallel):
+            self.module: nn.Module = model.module
+            self.group: dist.ProcessGroup = model.process_group
+        elif fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule):
+            from pyps.torch.fsdp_shards import ShardedModules
 
-        self.module: nn.Module = model
-        self._shards = ShardedModules(model)
-        self.group = self._shards.process_group()
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._distance = _Distance(self.parameters, self.group)
+            self.module, self._shards = model, ShardedModules(model)
+            self.group = self._shards.process_group()
+        else:
+            expected = "a DistributedDataParallel, or what fully_shard gives"
+            raise InputError("check_gradient", "model", type(model).__name__, expected)
+        self.parameters = [p for p in parameters_of(model) if p.requires_grad]
 
-    def alone(self, loss: Loss, whole: Sequence[Any]) -> torch.Tensor:
-        """The gradient of all samples: the average over ranks that all have them."""
-        return self._plain(loss, whole, 1.0)
-
-    def averages(self, loss: Loss, batch: Sequence[Any], share: float) -> tuple[torch.Tensor, torch.Tensor]:
-        ranks = dist.get_world_size(self.group)
-        return self._plain(loss, batch, 1.0), self._plain(loss, batch, ranks * share)
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        return unweighted()
-
-    def error(self, found: torch.Tensor, right: torch.Tensor) -> float:
-        return self._distance(found, right)
-
-    def _plain(self, loss: Loss, batch: Sequence[Any], scale: float) -> torch.Tensor:
-        with unweighted(), self._shards.restored():
-            self._shards.divide_evenly()
-            return _reduced(self.module, lambda *given: loss(*given) * scale, batch, self.parameters)
-
-
-def _reductions_of(model: nn.Module) -> _InDDP | _InFSDP:
-    if isinstance(model, DistributedDataParallel):
-        return _InDDP(model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule):
-        return _InFSDP(model)
-    expected = "a DistributedDataParallel, or what fully_shard gives"
-    raise InputError("check_gradient", "model", type(model).__name__, expected)
+    def of(self, loss: Loss, batch: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
+        """The average of each rank's gradient times its scale: float64 [this rank's parameters]."""
+        with unweighted():
+            if self._shards is not None:
+                with self._shards.restored():
+                    self._shards.divide_evenly()
+                    return _reduced(self.module, lambda *given: loss(*given) * scale, batch, self.parameters)
+            found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
+        both = zip(self.parameters, found, strict=True)
+        flat = scale * _flat(torch.zeros_like(p) if g is None else g for p, g in both)
+        dist.all_reduce(flat, group=self.group)
+        return flat / dist.get_world_size(self.group)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ from pyps.formats.checkpoint import Checkpoint
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
-from pyps.torch.older import DTensor, distribute_tensor
-from pyps.torch.peers import is_divided, parameters_of
+from pyps.torch.peers import DTensor, is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
 from pyps.worker.packing import join_shared, names_in, pack, unpack
@@ -394,6 +393,8 @@ def _as_shards(tensor: torch.Tensor, like: DTensor | None) -> torch.Tensor:
     if like is None or isinstance(tensor, DTensor):
         return tensor
     whole = tensor.reshape(like.shape).to(like.device)
+    from torch.distributed.tensor import distribute_tensor  # torch 2.4 has it elsewhere
+
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 

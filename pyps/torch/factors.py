@@ -16,21 +16,27 @@ NO_COUNT = math.nan  # a sum that is divided by nothing
 MICRO = "micro-batches under no_sync()"
 
 
-def shares_of(counts: torch.Tensor) -> torch.Tensor:
-    """Each rank's share of a term's items [ranks]; of bare sums 1 for each; zeros where no rank has any."""
-    if bool(torch.isnan(counts).any()) if counts.device.type == "cpu" else False:
-        return torch.ones_like(counts)
-    total = counts.sum()
-    return torch.where(total > 0, counts / torch.where(total > 0, total, 1.0), 0.0)
+Counts = list[float] | torch.Tensor  # of a term, by rank: what the host knows, or [ranks] on a device
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=ALIKE, atol=0)
+def shares_of(counts: Counts) -> Counts:
+    """Each rank's share of a term's items; of bare sums 1 for each; zeros where no rank has any."""
+    if isinstance(counts, torch.Tensor):
+        whole = counts.sum()
+        return torch.where(whole > 0, counts / torch.where(whole > 0, whole, 1.0), 0.0)
+    if any(math.isnan(count) for count in counts):
+        return [1.0] * len(counts)
+    total = sum(counts)
+    return [count / total if total > 0 else 0.0 for count in counts]
 
 
-def on_this(share: torch.Tensor, rank: int) -> Number:
-    """This rank's share; the host's number where that is known."""
-    return float(share[rank]) if share.device.type == "cpu" else share[rank]
+def as_tensor(counts: Counts) -> torch.Tensor:
+    return torch.as_tensor(counts, dtype=torch.float64)
+
+
+def alike(one: Counts, other: Counts) -> bool:
+    """Tell whether shares are the same; the host reads those of a device."""
+    return torch.allclose(as_tensor(one).cpu(), as_tensor(other).cpu(), rtol=ALIKE, atol=0)
 
 
 def power_of_two(number: torch.Tensor) -> Number:
@@ -61,11 +67,12 @@ def sign(numbers: Sequence[float]) -> float:
     return math.prod(math.copysign(1.0, number) for number in numbers)
 
 
-def inverse(total: torch.Tensor) -> Number:
-    """1 / total; 0 of 0, and of what is no count."""
-    if total.device.type == "cpu":
-        return 1 / float(total) if float(total) > 0 else 0.0
-    return torch.where(total > 0, 1 / total, 0.0)
+def inverse(counts: Counts) -> Number:
+    """1 over their sum; 0 of 0, and of what are no counts."""
+    total: Any = counts.sum() if isinstance(counts, torch.Tensor) else sum(counts)
+    if isinstance(total, torch.Tensor):
+        return torch.where(total > 0, 1 / total, 0.0)
+    return 1 / total if total > 0 else 0.0
 
 
 def times(factor: Number, alone: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

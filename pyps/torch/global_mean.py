@@ -36,7 +36,9 @@ from pyps.torch.consensus import DEADLINE_SECONDS
 from pyps.torch.factors import (
     ALIKE,
     MICRO,
+    Counts,
     alike,
+    as_tensor,
     bare,
     held_factors,
     inverse,
@@ -44,7 +46,6 @@ from pyps.torch.factors import (
     is_sum,
     number_of,
     on_host,
-    on_this,
     power_of_two,
     root_of,
     shares_of,
@@ -56,14 +57,11 @@ from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
-from pyps.torch.wrapped import ARRIVED, WATCHERS, Wrapped, wrapped_models
+from pyps.torch.wrapped import OPEN, Wrapped, wrapped_models
 from pyps.worker.norms import OWN_BATCHES
 from pyps.worker.terms import Number, Term, terms_of
 
 BackwardCall = Callable[[], Any]  # a backward pass
-_open = 0  # backward passes of GlobalMeans that run now, and unweighted() blocks
-
-
 _means: WeakSet[GlobalMean] = WeakSet()
 
 
@@ -76,12 +74,11 @@ def mean_of(model: torch.nn.Module) -> GlobalMean | None:
 @contextmanager
 def unweighted() -> Iterator[None]:
     """Within it, plain loss.backward() is allowed: for this rank's own gradient, or a hand-made weight."""
-    global _open
-    _open += 1
+    OPEN.append(unweighted)
     try:
         yield
     finally:
-        _open -= 1
+        OPEN.pop()
 
 
 @dataclass
@@ -156,7 +153,7 @@ class GlobalMean:
         self._micro_batches = MicroBatches(self)
         self._wire = first.install_wire(wire, scaler) if wire != "same" else None
         for one in self.models:
-            one.watch(self._arrived)
+            one.watch()
         _means.add(self)
         note_weights()
         alone = any(sees_own_batch_alone(one.model) for one in self.models)
@@ -283,16 +280,6 @@ class GlobalMean:
         """Wait until all ranks make this call. Raises InputError on all where one makes another one."""
         self._agreement.exchange({"call": call}, [])
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        """A parameter has its gradient of this rank."""
-        if not _open:
-            expected = "mean.backward(loss)"
-            raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
-        setattr(parameter, ARRIVED, True)
-        if self.models[0].is_ddp and parameter.grad is not None:
-            for watcher in WATCHERS:
-                watcher(parameter, parameter.grad)
-
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the models."""
         return (parameter for one in self.models for parameter in one.parameters())
@@ -391,7 +378,7 @@ class GlobalMean:
         counts: list[Number | None] = [term.count for term in terms]
         if held is not None and error is None:
             counts = list(held.counts)
-        value = loss.detach().double() if held is None or error else held.mean_loss()
+        value = loss.detach() if held is None or error else held.mean_loss()
         on_device = loss.device.type != "cpu" or any(is_on_device(term) for term in terms)
         host = [float(self.passes), math.nan if on_device else float(value), float(self.asks)]
         for term, count in zip(terms, counts, strict=True):
@@ -399,32 +386,26 @@ class GlobalMean:
         fields = self._fields(loss, terms)
         with self.waiting.counted():
             rows = self._agreement.exchange(fields, host, error)
-        self.asked = bool(rows[:, 2].any())
-        numbers = rows[:, 3:].view(len(rows), len(terms), 2)
-        losses, weights = rows[:, 1], list(numbers[..., 0].T)
+        passes, host_losses, asks, *numbers = zip(*rows, strict=True)
+        self.asked = any(asks)
+        losses: Counts = list(host_losses)
+        weights: list[Counts] = [list(counts) for counts in numbers[::2]]
         if on_device:
             with self.waiting.counted():
                 losses, there = self._on_device(value, terms, counts)
-            weights = [
-                there[:, k] if isinstance(count, torch.Tensor) else weights[k]
-                for k, count in enumerate(counts)
-            ]
+            for k, count in enumerate(counts):
+                weights[k] = there[:, k] if isinstance(count, torch.Tensor) else weights[k]
         self._check_terms(terms, numbers, fields)
-        if bool((rows[:, 0] > 1).any()):
-            self._reduce_held(loss, terms, weights or [rows[:, 0]], losses, held, call)
+        shares = [shares_of(counts) for counts in weights]
+        is_mean = bool(terms) and terms[0].count is not None
+        self.share, self.late = shares[0][self._agreement.rank] if is_mean else None, 1.0
+        if max(passes) > 1:
+            self._reduce_held(loss, terms, weights or [list(passes)], losses, held, call)
         else:
-            shares = [shares_of(counts) for counts in weights]
             self._losses = self._over_all(losses, shares, terms)
-            own = [len(rows) * on_this(share, self._agreement.rank) for share in shares]
-            self._note_share(weights, 1.0)
-            alone = [len(rows) * inverse(counts.sum()) for counts in weights]
+            own = [len(rows) * share[self._agreement.rank] for share in shares]
+            alone = [len(rows) * inverse(counts) for counts in weights]
             self._run(loss, list(zip(terms, own, alone, strict=True)), None, call)
-
-    def _note_share(self, counts: list[torch.Tensor], late: Number) -> None:
-        """Keep this rank's share of the first term's items, if that is a mean."""
-        is_mean = counts and (counts[0].device.type != "cpu" or not bool(torch.isnan(counts[0]).any()))
-        self.share = on_this(shares_of(counts[0]), self._agreement.rank) if is_mean else None
-        self.late = late
 
     def _refused_number(self, loss: torch.Tensor) -> InputError | None:
         """Refuse a loss of several micro-batches that is divided by their number."""
@@ -490,24 +471,29 @@ class GlobalMean:
                 return InputError("backward", "loss, in an earlier step", what, expected)
         return None
 
-    def _check_terms(self, terms: list[Term], numbers: torch.Tensor, fields: dict[str, Any]) -> None:
-        """Raise InputError, on all ranks, for constants that differ and for sums whose divisor may be one."""
+    def _check_terms(
+        self, terms: list[Term], numbers: Sequence[Sequence[float]], fields: dict[str, Any]
+    ) -> None:
+        """Raise InputError, on all ranks, for constants that differ and for sums whose divisor may be one.
+
+        numbers: of each term the counts by rank, then the constants.
+        """
         unsure = []
         for k, term in enumerate(terms):
-            counts, constants = numbers[:, k, 0], numbers[:, k, 1]
-            if bool((constants != constants[0]).any()):
-                listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(constants))
+            counts, constants = numbers[2 * k : 2 * k + 2]
+            if any(constant != constants[0] for constant in constants):
+                listed = ", ".join(f"{c:g} on rank {rank}" for rank, c in enumerate(constants))
                 expected = "the same number on all ranks (of a loss scale too), or backward(loss, n=count)"
                 raise InputError("backward", "loss", f"a {term.kind} times {listed}", expected)
-            if bool((counts < 0).any()) or bool(torch.isinf(counts).any()):
-                listed = ", ".join(f"{float(c):g} on rank {rank}" for rank, c in enumerate(counts))
+            if any(count < 0 or math.isinf(count) for count in counts):
+                listed = ", ".join(f"{c:g} on rank {rank}" for rank, c in enumerate(counts))
                 raise InputError("backward", "loss", f"a {term.kind} over {listed}", "0 items or more")
             key = (str(fields["terms of the loss"]), k)
             if term.is_mean or term.count is None or on_host(term.count) <= 0:
                 continue
             if len(counts) == 1 or key in self._own_counts:
                 continue
-            if bool((counts == counts[0]).all()):
+            if all(count == counts[0] for count in counts):
                 unsure.append((k, term, key))
             else:
                 self._own_counts.add(key)
@@ -515,9 +501,9 @@ class GlobalMean:
             return
         own = [float(term.counts_own()) for _, term, _ in unsure]
         answers = self._agreement.exchange({"doubtful sums": len(unsure)}, own)
-        for (k, term, key), answer in zip(unsure, answers.T, strict=True):
-            if not bool(answer.any()):
-                found = f"a sum ({term.kind}) divided by {float(numbers[0, k, 0]):g} on all ranks"
+        for (k, term, key), answer in zip(unsure, zip(*answers, strict=True), strict=True):
+            if not any(answer):
+                found = f"a sum ({term.kind}) divided by {numbers[2 * k][0]:g} on all ranks"
                 expected = (
                     "a count of this rank's items: backward(loss, n=count); reduction='sum' for a constant"
                 )
@@ -525,14 +511,16 @@ class GlobalMean:
             self._own_counts.add(key)
 
     def _over_all(
-        self, losses: torch.Tensor, shares: list[torch.Tensor], terms: list[Term]
+        self, host_losses: Counts, shares: list[Counts], terms: list[Term]
     ) -> Callable[[], torch.Tensor | None]:
         """What computes the loss of all samples, when it is read."""
         scale, sums = self._scale_of_losses(), [is_sum(term) > 0 for term in terms]
 
         def over_all() -> torch.Tensor | None:
-            share = shares[0].to(losses.device) if shares else torch.full_like(losses, 1 / len(losses))
-            unlike = [other for other in shares[1:] if not alike(other.to(share.device), share)]
+            losses = as_tensor(host_losses)
+            equal: Counts = [1 / len(losses)] * len(losses)
+            share = as_tensor(shares[0] if shares else equal).to(losses.device)
+            unlike = [other for other in shares[1:] if not alike(other, share)]
             empty = share == 0
             lost = torch.isinf(losses) if len(terms) == 1 else torch.ones_like(empty)
             if unlike or (any(sums) and bool((empty & lost).any())):
@@ -560,19 +548,18 @@ class GlobalMean:
 
         factors: with each, the gradient of a sum that this rank has divided by 0: that is no number any more.
         """
-        global _open
         handles = [
             term.node.register_prehook(times(factor, is_sum(term) * term.constant * alone))
             for term, factor, alone in factors
         ]
         if whole is not None:
             handles.append(root_of(loss).register_prehook(times(whole, 0.0)))
-        _open += 1
+        OPEN.append(loss)
         try:
             with self.waiting.backward(root_of(loss)):
                 call()
         finally:
-            _open -= 1
+            OPEN.pop()
             for handle in handles:
                 handle.remove()
         if self.reduces:
@@ -637,29 +624,26 @@ class GlobalMean:
         self,
         loss: torch.Tensor,
         terms: list[Term],
-        weights: list[torch.Tensor],
-        losses: torch.Tensor,
+        weights: list[Counts],
+        losses: Counts,
         held: _Held | None,
         call: BackwardCall,
     ) -> None:
         """The last pass of a step that has several micro-batches on some rank."""
         ranks, unit = len(losses), self._unit
         is_sum = bool(terms) and terms[0].count is None
-        shares = [torch.ones_like(losses)] if is_sum else [shares_of(counts) for counts in weights]
-        for other in () if is_sum else shares[1:]:  # the host reads counts of a device here
-            if not alike(other.cpu(), shares[0].cpu()):
-                raise unlike_micro_batches()
+        shares = [shares_of(counts) for counts in weights]
+        if any(not alike(other, shares[0]) for other in shares[1:]):
+            raise unlike_micro_batches()
         self._losses = self._over_all(losses, shares, terms)
         whole = self._first_count(terms) / unit
         set_aside = held.before if held is not None else self._set_aside()
         self._run(loss, held_factors(terms, unit), whole, call)
-        total = weights[0].sum() if not is_sum else torch.ones((), dtype=torch.float64)
-        factor: Any = torch.where(total > 0, ranks * unit / total, 0.0)
-        factor = float(factor) if factor.device.type == "cpu" else factor
-        self._note_share([] if is_sum else weights, factor)
+        factor: Any = ranks * unit * inverse([1.0] if is_sum else weights[0])
+        self.late = factor
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)
         for p, before in set_aside:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        self._unit = power_of_two(total / ranks) if not is_sum else 1.0
+        self._unit = 1.0 if is_sum else power_of_two(as_tensor(weights[0]).sum() / ranks)

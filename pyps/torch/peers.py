@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pyps.errors import InputError
-from pyps.torch.older import DTensor
+
+try:
+    from torch.distributed.tensor import DTensor as DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor as DTensor  # type: ignore[attr-defined]
 
 
 def parameters_of(model: Any) -> list[torch.nn.Parameter]:

@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
-from pyps.torch.agreement import Fields, StepAgreement, digest_of
+from pyps.torch.agreement import Fields, Rows, StepAgreement, digest_of
 from pyps.torch.global_mean import BackwardCall, GlobalMean
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.worker.terms import Number, Term
@@ -96,7 +96,8 @@ class ReplicaMean(GlobalMean):
         """By the manager, from the host."""
         divisors = [1.0 if term.divisor is None else float(term.divisor) for term in terms]
         own = [float(value), *(1.0 if count is None else float(count) for count in counts)]
-        found = self._agreement.exchange({"divisors": divisors}, own)
+        rows = self._agreement.exchange({"divisors": divisors}, own)
+        found = torch.tensor(rows, dtype=torch.float64)
         return found[:, 0], found[:, 1:]
 
 
@@ -107,9 +108,7 @@ class _Rows(StepAgreement):
         self._mean, self._manager = mean, manager
         self.rank = 0  # of this replica among those of the step
 
-    def exchange(
-        self, fields: Fields, values: Sequence[float], error: InputError | None = None
-    ) -> torch.Tensor:
+    def exchange(self, fields: Fields, values: Sequence[float], error: InputError | None = None) -> Rows:
         """Exchange rows. Where a replica is gone, take the own row for each: the step is not committed."""
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         self.rank = rank or 0
@@ -120,7 +119,7 @@ class _Rows(StepAgreement):
         if rank is not None:
             every[rank] = torch.tensor([*head, *values], dtype=torch.float64)
         if not self._mean.sum(every):
-            return torch.tensor([list(values)] * replicas, dtype=torch.float64)
+            return [list(values)] * replicas
         every = every.cpu()
         if error is not None or bool(every[:, 2].any()):
             listed = ", ".join(str(k) for k in every[:, 2].nonzero().flatten().tolist())
@@ -130,4 +129,5 @@ class _Rows(StepAgreement):
             expected = "the same model, loss and versions on all"
             raise InputError("UnevenReplica", "replicas", "rows that differ", expected)
         self._mean.check(every[:, 3])
-        return every[:, len(head) :]
+        found_rows: Rows = every[:, len(head) :].tolist()
+        return found_rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence, Sized
+from itertools import accumulate as running_sums
 from typing import Any
 from weakref import ref
 
@@ -67,6 +68,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._past: RoundIndex = (0, 0)
         self._loops = 0  # that have begun
         self._known_sizes: tuple[Any, list[int]] = (None, [])
+        self._ends: tuple[list[int], list[int]] = ([], [0])  # rounds' samples, their running sums
         self._check_rounds(self.split)
 
     @property
@@ -153,9 +155,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
         epoch, position = (self.epoch, self.position) if reader is None else (reader.epoch, reader.position)
         sizes = self._sizes_of(epoch, position)
+        if self._ends[0] is not sizes:
+            self._ends = sizes, list(running_sums(sizes, initial=0))
         return {
             "epoch": epoch,
-            "position in the epoch": position + sum(sizes[:rounds]),
+            "position in the epoch": position + self._ends[1][min(rounds, len(sizes))],
             "split": self._split_at((epoch, max(0, rounds - 1))),
             "seed": (self.seed, self.shuffle),
             "samples of an epoch": (self.length, self.drop_last),

@@ -6,8 +6,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, repeat
+from operator import contains
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,11 @@ from pyps.errors import InputError
 from pyps.torch.peers import is_divided, parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
-REDUCED = "_pyps_reduced"  # an attribute of parameters that some GlobalMean's model reduces
+REDUCED = "_pyps_reduced"  # an attribute of parameters: the flags of the GlobalMeans' models that reduce it
 NOT_YET: Any = 1  # of DDP's require_forward_param_sync, to which it is as good as True: no forward() since
-ARRIVED = "_pyps_arrived"  # whether a parameter got a gradient since this was asked last
+ARRIVED = "_pyps_arrived"  # an attribute of models, a flag: whether gradients came since it was read last
+BY_HOOKS = "_in_backward_optimizers"  # an attribute that torch gives parameters whose optimizers are in hooks
+OPEN: list[Any] = []  # backward passes of GlobalMeans that run now, and unweighted() blocks
 
 
 class Watcher(Protocol):
@@ -28,7 +32,24 @@ class Watcher(Protocol):
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
 
 
-WATCHERS: WeakSet[Any] = WeakSet()  # of all parameters in DDP
+WATCHERS: list[ReferenceType[Any]] = []  # of all parameters in DDP
+
+
+def _arrival(flags: list[list[bool]], is_ddp: bool) -> Callable[[torch.Tensor], None]:
+    """The hook of a parameter, which sets the flags of its models. It is called in each step."""
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if not OPEN:
+            expected = "mean.backward(loss)"
+            raise InputError("GlobalMean", "loss.backward()", "a gradient without its weight", expected)
+        for flag in flags:
+            flag[0] = True
+        if WATCHERS and is_ddp and parameter.grad is not None:
+            for known in WATCHERS.copy():
+                if (watcher := known()) is not None:
+                    watcher(parameter, parameter.grad)
+
+    return arrived
 
 
 class Wrapped(ABC):
@@ -43,7 +64,10 @@ class Wrapped(ABC):
         self.model, self.group, self.device = model, group, device
         self._parameters = parameters_of(model)
         self.peers = peers_of(self._parameters, group)
-        self._trained: tuple[int, ...] = ()
+        self._checked: Any = None  # what modules held at the latest check, and what trained
+        self._shown: list[torch.nn.Parameter] = []
+        self._holders: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []
         self._described, self._is_divided, self._is_timed = "", False, False
 
     def time_passes(self, waiting: Waiting) -> None:
@@ -83,8 +107,7 @@ class Wrapped(ABC):
         self.check_pass()
         if self._is_divided:  # DDP has taken its parameters from the modules
             return
-        trained = tuple(id(p) for p in self.model.parameters() if p.requires_grad)
-        if trained == self._trained:
+        if self._held() == self._checked and not any(self._empty):
             return
         reduced = self._known()
         for name, p in self.model.named_parameters():
@@ -93,9 +116,19 @@ class Wrapped(ABC):
                 raise InputError(
                     "GlobalMean", name, "a parameter that trains and that nothing reduces", expected
                 )
-        self._trained = trained
+        within = [d for m in self.model.modules() for d in (m._modules, m._parameters)]
+        self._holders, self._empty = [d for d in within if d], [d for d in within if not d]
+        self._shown = list(self.model.parameters())
+        self._checked = self._held()
         listed = [(n, tuple(p.shape)) for n, p in self.model.named_parameters() if p.requires_grad]
         self._described = f"{len(listed)} ({listed})"
+
+    def _held(self) -> tuple[list[int], list[bool]]:
+        """What the modules of the latest check hold now, and which of its parameters train: all may have
+        changed since. In each step this takes a tenth of a walk through the model.
+        """
+        within = chain.from_iterable(map(dict.values, self._holders))
+        return list(map(id, within)), [p.requires_grad for p in self._shown]
 
     def trained(self) -> str:
         """Names and shapes of the trained parameters, as of the latest check."""
@@ -109,19 +142,23 @@ class Wrapped(ABC):
     def _again(self) -> str:
         """What to do about other parameters."""
 
-    def watch(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Call it with each parameter that has its gradient; one GlobalMean's is enough."""
+    def watch(self) -> None:
+        """Note the arrival of gradients, and refuse it outside a backward pass of a GlobalMean."""
+        self._arrived: list[bool] = self.model.__dict__.setdefault(ARRIVED, [False])
         for p in self.reduced():
-            if not getattr(p, REDUCED, False):
-                setattr(p, REDUCED, True)
-                p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            flags: list[list[bool]] | None = getattr(p, REDUCED, None)
+            if flags is None:
+                setattr(p, REDUCED, flags := [])
+                p.register_post_accumulate_grad_hook(_arrival(flags, self.is_ddp))  # type: ignore[no-untyped-call]
+            if not any(flag is self._arrived for flag in flags):
+                flags.append(self._arrived)
 
     def check_reduced(self) -> None:  # noqa: B027 - FSDP2 reduces whatever computes
         """Raise InputError for gradients of a pass that the model has not reduced."""
 
     def watch_own(self, watcher: Watcher) -> None:
         """Call it with each parameter and this rank's gradient of it, before that is reduced."""
-        WATCHERS.add(watcher)
+        WATCHERS.append(ref(watcher, WATCHERS.remove))
 
     def install_wire(self, wire: str, scaler: Any) -> Any:
         """Send gradients in another type."""
@@ -162,20 +199,20 @@ class WrappedDDP(Wrapped):
         if self._ddp.require_forward_param_sync and not self.reduces():
             found = "a forward pass outside of it, whose gradients are reduced"
             raise InputError("GlobalMean", "no_sync()", found, "forward and backward in it")
-        for p in self._reduced:
-            hooks = getattr(p, "_post_accumulate_grad_hooks", None) or ()
-            if getattr(p, "_in_backward_optimizers", None) or len(hooks) > 1:
-                found = "an optimizer's step, or another hook, before the gradient is reduced"
-                raise InputError(
-                    "GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()"
-                )
+        by_hooks = any(map(contains, self._given, repeat(BY_HOOKS)))
+        if by_hooks or max(map(len, self._hooks), default=1) > 1:
+            found = "an optimizer's step, or another hook, before the gradient is reduced"
+            raise InputError("GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()")
+
+    def watch(self) -> None:
+        super().watch()
+        self._hooks: list[Any] = [p._post_accumulate_grad_hooks for p in self._reduced]
+        self._given = [p.__dict__ for p in self._reduced]
 
     def check_reduced(self) -> None:
-        arrived = [p for p in self._reduced if getattr(p, ARRIVED, False)]
-        for p in arrived:
-            setattr(p, ARRIVED, False)
-        if not arrived:
+        if not self._arrived[0]:
             return
+        self._arrived[0] = False
         if self._ddp.require_forward_param_sync is not True:  # DDP's forward() sets it
             found = "gradients that DistributedDataParallel did not reduce"
             expected = "one backward pass for each forward pass of the model itself, not of its parts"
