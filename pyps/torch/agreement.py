@@ -86,7 +86,7 @@ class StepAgreement:
         return [[*rows[k][HEAD : HEAD + len(values)], *rest[k]] for k in self._own]
 
     def _gather(self, row: Sequence[float]) -> Rows:
-        """Each rank's row, of one length, in log2(ranks) messages (Bruck et al., 1997).
+        """Return each rank's row, of one length, in log2(ranks) messages (Bruck et al., 1997).
 
         gloo's own allgather hands a row to other threads and back, which takes twice as long.
         """

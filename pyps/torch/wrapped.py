@@ -124,8 +124,8 @@ class Wrapped(ABC):
         self._described = f"{len(listed)} ({listed})"
 
     def _held(self) -> tuple[list[int], list[bool]]:
-        """What the modules of the latest check hold now, and which of its parameters train: all may have
-        changed since. In each step this takes a tenth of a walk through the model.
+        """Return what the modules of the latest check hold now, and which of its parameters train: both may
+        have changed since. In each step this takes a tenth of a walk through the model.
         """
         within = chain.from_iterable(map(dict.values, self._holders))
         return list(map(id, within)), [p.requires_grad for p in self._shown]
