@@ -117,7 +117,7 @@ def gpu() -> str:
 
 
 def ratios(seconds: list[dict[str, list[float]]], name: str, which: int = 0) -> list[float]:
-    """What a way takes over plain DDP, less 1, by round; which: 0 of all seconds, 1 of the thread's own."""
+    """Return what a way takes over plain DDP, less 1, by round; which: 0 all seconds, 1 the thread's own."""
     return [took[name][which] / took["plain"][which] - 1 for took in seconds]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/ddp.py do, by name; each prints what it found as one line of JSON."""
+"""Run what the ranks of benchmarks/ddp.py do, by name; each prints what it found as one line of JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def mean(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Of each round, by way of averaging: seconds of forward and backward, and of this thread's own work."""
+    """Return each round's seconds of forward and backward, and of this thread's own work, by way."""
     torch.manual_seed(0)
     device = torch.device(chosen.device)
     task = task_of(chosen.model, chosen.width)
@@ -135,7 +135,7 @@ def sent_bytes() -> int:
 
 
 def torchs_own() -> str:
-    """What torch's own quantized hook does here."""
+    """Do what torch's own quantized hook does here."""
     from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
     ddp = DistributedDataParallel(copy.deepcopy(nn.Linear(256, 256)))

@@ -246,7 +246,7 @@ def iteration_in_motion(
     if len(motion.closed) <= LEAST_WARM + MEASURED:
         return None
     begin, end = motion.closed[-1 - MEASURED], motion.closed[-1]
-    if kind != "free":  # a round in a pipeline may begin late while it fills: none is shorter than its compute
+    if kind != "free":  # while a pipeline fills, rounds begin late: none is shorter than its compute
         return max(max(compute) if kind == "round" else 0.0, (end - begin) / MEASURED)
     rate = 0.0
     for batch, one in zip(batches, motion.workers, strict=True):

@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage need look at it again."""
+    """Keep what is imported by now: no collection of garbage need look at it again."""
     gc.freeze()
 
 

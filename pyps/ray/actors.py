@@ -26,7 +26,7 @@ NOTICE_SECONDS = 1.0  # between two looks at the nodes that are drained
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank runs. train: a function, or a script's path. args: the script's. folder: where it starts.
+    """Tell what a rank runs. train: a function or a script's path. args: the script's. folder: of its start.
 
     env: its settings. run_dir: the run's folder. store: where the run's store is.
     """
@@ -103,7 +103,7 @@ def draining_nodes() -> set[str]:
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:
-    """As the interpreter takes sys.exit's argument."""
+    """Return the code as the interpreter takes sys.exit's argument."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0, ""
     return 1, str(end.code)

@@ -54,8 +54,8 @@ def measure(model: str, device: str, options: Mapping[str, Any]) -> bytes:
 
 
 def device_kinds(nodes: list[dict[str, Any]]) -> dict[str, Resources]:
-    """What one worker takes of each type of GPU among these nodes, as ray.nodes() shows them; a CPU if there
-    is none.
+    """Return what one worker takes of each type of GPU among these nodes, as ray.nodes() shows them; a CPU if
+    there is none.
     """
     found = {name for node in nodes if node["Alive"] for name in node["Resources"]}
     types = sorted(name for name in found if name.startswith(ACCELERATOR))

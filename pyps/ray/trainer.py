@@ -110,7 +110,7 @@ class Trainer:
             return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
 
     def _bundles(self, spec: RunSpec) -> list[dict[str, float]]:
-        """What each rank takes.
+        """Return what each rank takes.
 
         Raises InputError where a name fits no rank and a rank has no name: one is misspelt.
         """
@@ -283,5 +283,5 @@ class RayProcess(RankProcess):
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says first, such as: The actor died unexpectedly before finishing this task."""
+    """Return what Ray says first, such as: The actor died unexpectedly before finishing this task."""
     return str(error).strip().partition("\n")[0].partition(":")[0].rstrip(".") or type(error).__name__

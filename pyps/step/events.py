@@ -1,4 +1,4 @@
-"""What goes into a step machine and what comes out of it (pyps.step.machine), as plain values."""
+"""Define what goes into a step machine and what comes out of it (pyps.step.machine), as plain values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """What the policy says between two micro-batches."""
+    """Tell what the policy says between two micro-batches."""
 
     advice: Advice
 

@@ -32,7 +32,7 @@ from pyps.step.transfer import Ask
 
 
 class State(Enum):
-    """What the machine waits for."""
+    """Name what the machine waits for."""
 
     __hash__ = object.__hash__  # Enum's own is Python: a lookup is half of what an event costs
 
@@ -50,7 +50,7 @@ class State(Enum):
 
 
 class WrongEvent(PypsError):
-    """What drives a step machine gave it an event that cannot happen in its state."""
+    """Say that what drives a step machine gave it an event that cannot happen in its state."""
 
 
 class Goal(Enum):
@@ -66,7 +66,7 @@ class Goal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What a worker's steps obey. depth: steps of the worker that may be under way at once. needs: of the
+    """Hold what a worker's steps obey. depth: its steps that may be under way at once. needs: of the
     policy. ranks: of the store. local: steps are rounds of local steps. merges: between two pushes, in serial
     local steps that wait for no others.
     """
@@ -79,8 +79,8 @@ class StepRules:
 
     @property
     def exchanges(self) -> bool:
-        """Whether a push brings the next step's parameters: no other worker changes them before that, or need
-        not wait to. Not in serial steps whose claims share out a round: a claim that comes only after the
+        """Return whether a push brings the next step's parameters: no other worker changes them before, or
+        need not wait to. Not in serial steps whose claims share out a round: a claim that comes only after the
         parameters finds that the others have taken its samples.
         """
         needs = self.needs
@@ -89,8 +89,8 @@ class StepRules:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a worker's parameters may become older than its pipeline makes them: not if two steps are
-        under way, of which one is one version late in any case; local steps need not be.
+        """Return whether a worker's parameters may become older than its pipeline makes them: not if two
+        steps are under way, of which one is one version late in any case; local steps need not be.
         """
         in_pipeline = self.depth > 1 and (self.local or self.depth > 2)
         return self.needs.waits_for_rounds and in_pipeline
@@ -102,9 +102,9 @@ class StepRules:
         return 0 if waits or self.depth > 1 else self.merges
 
     def is_old(self, version: int, claimed_at: int) -> bool:
-        """Whether parameters that a push brought back should be pulled again before this step: others have
-        pushed more than once each since then, while the script evaluated the model, say; or rounds went by
-        without this worker, which had rested or was late. Never in a turn.
+        """Return whether parameters that a push brought back should be pulled again before this step: others
+        have pushed more than once each since then, while the script evaluated the model, say; or rounds went
+        by without this worker, which had rested or was late. Never in a turn.
         """
         if self.needs.waits_for_rounds:
             return claimed_at > version
@@ -112,7 +112,7 @@ class StepRules:
 
 
 def has_run_ahead(waited: float, way: float, computed: float) -> bool:
-    """Whether a gradient waited for the others so long that its step might have begun a step later.
+    """Return whether a gradient waited for the others so long that its step might have begun a step later.
 
     waited, way, computed: for its round, on its way to the store and back, and of its step; in one unit.
     """
@@ -145,7 +145,7 @@ class StepMachine:
 
     @property
     def skips_parts(self) -> bool:
-        """Whether nothing comes of the ends of the present step's micro-batches but the next one."""
+        """Return whether nothing comes of the ends of the present step's micro-batches but the next one."""
         rules = self.rules
         if rules.needs.checks_between_micro_batches and rules.depth == 1:
             return False
@@ -156,7 +156,7 @@ class StepMachine:
         self.rules = replace(self.rules, depth=depth)
 
     def receive(self, event: events.Event) -> events.Action:
-        """What to do after this event. Raises WrongEvent."""
+        """Return what to do after this event. Raises WrongEvent."""
         transition = TRANSITIONS[self.state].get(type(event))
         if transition is None:
             found = f"{type(event).__name__} while it waits for {self.state.value}"
@@ -411,7 +411,7 @@ def next_part(samples: int, most: int) -> int:
 
 
 def merges_after(before: int, done: int, count: int, merges: int) -> bool:
-    """Whether a worker merges when `done` samples of a claim of `count` have had their local steps.
+    """Return whether a worker merges when `done` samples of a claim of `count` have had their local steps.
 
     before: samples at the last step. merges: in all, evenly spaced; never after the last step.
     """

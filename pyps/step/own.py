@@ -23,7 +23,7 @@ ADAM_DEPTH = 3  # from which the moments are worth their memory; less deep a pul
 
 
 def follows_own(rules: StepRules, optimizer: Optimizer, *, lookahead: bool) -> bool:
-    """Whether a worker goes on along its own gradients. `lookahead`: of the policy."""
+    """Return whether a worker goes on along its own gradients. `lookahead`: of the policy."""
     overlaps = rules.depth > 1 and rules.needs.waits_for_rounds and not rules.local
     known = optimizer in (Optimizer.SGD, Optimizer.MOMENTUM)
     return overlaps and lookahead and (known or (optimizer in ADAM and rules.depth >= ADAM_DEPTH))

@@ -18,7 +18,7 @@ from pyps.native.values import Claim, PushResult
 
 
 class Verb(Enum):
-    """What a transfer asks of the store, and what the answer is."""
+    """Name what a transfer asks of the store, and what the answer is."""
 
     __hash__ = object.__hash__  # Enum's own is Python
 
@@ -31,7 +31,7 @@ class Verb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a transfer is to do. exchanges: the pull comes with the push; otherwise after the claims, so that
+    """Tell a transfer what to do. exchanges: the pull comes with the push; else after the claims, so that
     parameters are no older than a bounded policy allows. claims: of later steps, as far as the policy allows.
     pulls: whether parameters come back.
     """

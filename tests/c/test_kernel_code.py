@@ -67,7 +67,7 @@ def listings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("isa", REGISTER)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_loop_keeps_its_vectors_in_registers(listings: dict[str, str], isa: str, kernel: str) -> None:
-    """Of Adam's loops the plain one: the others are for parts of a step, decay and look-ahead."""
+    """Look at the plain one of Adam's loops: the others are for parts of a step, decay and look-ahead."""
     mark = KERNELS[kernel]
     loops = [
         loop for loop in inner_loops(listings[isa], f"{isa}_{kernel}") if any(mark in line for line in loop)

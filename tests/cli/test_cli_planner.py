@@ -392,7 +392,7 @@ def test_workers_that_wait_for_nothing_compute_all_the_time(shell: Shell) -> Non
 
 
 def test_the_batch_that_is_chosen_is_that_of_the_quantile(shell: Shell) -> None:
-    """As where the file states it."""
+    """It is the same where the file states it."""
     options = ["--global-batch", "auto", "--json"]
     by_option = json.loads(shell("cluster.toml", *options, "--quantile", "0.99").out)
     text = CLUSTER.replace("global_batch = 600", "global_batch = 600\nquantile = 0.99")

@@ -133,7 +133,7 @@ def test_an_even_split_keeps_to_the_batch_multiples(cluster: Path) -> None:
 
 
 def test_even_batches_that_do_not_fit_are_said(cluster: Path) -> None:
-    """They are simulated all the same: it shows what the plan wins."""
+    """Even batches are simulated all the same: it shows what the plan wins."""
     limited = cluster.with_name("slow.json")
     known = read_profile(limited)
     for most, said in ((31, "slow has 32, of at most 31"), (32, "")):

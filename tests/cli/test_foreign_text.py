@@ -226,7 +226,7 @@ cli.main()
 
 
 def test_an_interrupt_while_modules_are_imported_is_quiet(tmp_path: Path) -> None:
-    """As numpy does, the module turns the exception into its own."""
+    """The module turns the exception into its own."""
     (tmp_path / "typer.py").write_text(
         "import os, signal\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    import time; time.sleep(5)\n"

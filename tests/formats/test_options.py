@@ -69,7 +69,7 @@ def test_limits_are_the_same_at_every_door(given: dict[str, int], said: str) -> 
 
 
 def test_the_list_of_variables_is_whole() -> None:
-    """What the C core and Python read from the environment is what the reference says, and PYPS_RUN."""
+    """All that the C core and Python read from the environment is what the reference says, and PYPS_RUN."""
     read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[)|env\.get\()\s*["'](PYPS_\w+)["']""")
     files = [
         path for room in ("csrc", "pyps", "profiler", "solver") for path in (ROOT / room).rglob("*.[cp]*")

@@ -334,7 +334,7 @@ def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list
 
 
 class TimerOfTwo(EmulatedTimer):
-    """Of steps of two rounds."""
+    """A timer of steps of two rounds."""
 
     def finish(self, batch: int | None) -> None:
         self._finished.append((batch, 2 * self.cost.seconds(batch or 0)))

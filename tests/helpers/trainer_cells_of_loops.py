@@ -308,7 +308,7 @@ class Trained(UnevenTrainer):
 
 
 class MakesLoader(Trainer):  # type: ignore[misc]
-    """As trainers of ms-swift, whose batches are cut by rank already."""
+    """Make a loader as ms-swift's trainers do, whose batches are cut by rank already."""
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
         batches = [[k, k + 1] for k in range(0, SAMPLES, 2)][dist.get_rank() :: RANKS]
@@ -384,7 +384,7 @@ def tokens_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def items_loss(model: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As Trainer has it: it counts labels, of which the first of each row is no target of a GPT-2."""
+    """Return the loss as Trainer does: it counts labels, though a row's first is no target of a GPT-2."""
     scores = model(input_ids=words).logits[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(scores, labels[:, 1:].flatten(), reduction="sum")
     return loss / (labels != IGNORED).sum()

@@ -30,7 +30,7 @@ class First(Custom):
 
 
 def fenced(drive: Drive, k: int) -> bool:
-    """Whether worker k is out; it says so when it asks for anything."""
+    """Return whether worker k is out; it says so when it asks for anything."""
     try:
         drive.core.step(EventKind.CHECK, k, drive.now)
     except Fenced:

@@ -1,4 +1,4 @@
-"""What policies ask of workers, as the C core answers it."""
+"""Test what policies ask of workers, as the C core answers it."""
 
 from __future__ import annotations
 

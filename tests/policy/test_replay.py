@@ -110,7 +110,7 @@ def test_an_event_that_is_missing_is_counted(shm: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_was_full_for_a_while_leaves_whole_entries(shm: Path, tmp_path: Path) -> None:
-    """What the other worker appends once there is room is not taken for the rest of half an entry. A refusal
+    """Later entries of the other worker are not taken for the rest of half an entry. A refusal
     that is not written is the same refusal.
     """
     journal, before = tmp_path / "journal", resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -169,7 +169,7 @@ def by_times(times: list[float], batches: list[int], noise: float) -> int:
 
 
 def mean_weight(workers: list[tuple[float, int, bool]], bound: float) -> float:
-    """Of gradients under a bound: workers' seconds so far, batches, and whether they have pushed."""
+    """Return gradients' mean weight under a bound: workers' seconds so far, batches, whether each pushed."""
     mean = sum(b for _, b, _ in workers) / len(workers)
     times = [t if pushed else 3 * t for t, _, pushed in workers]
     rates = [b / mean / t for t, (_, b, _) in zip(times, workers, strict=True)]
@@ -317,7 +317,7 @@ def test_late_gradients_count_as_much_as_there_is_noise(noise: float, least: int
 
 @pytest.mark.parametrize("policy", [SaPS(), SaPS(noise=0.0)])
 def test_no_known_time_weighs_no_gradient(policy: SaPS) -> None:
-    """Of a rank whose samples others get while it computes, and of a step that takes no time."""
+    """A rank's samples went to others while it computed; a step took no time."""
     resting = Drive(policy, [4, 4])
     resting.start(0)
     resting.core.replan(resting.now, [0, 8])

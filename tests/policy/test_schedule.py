@@ -68,7 +68,7 @@ class Ring:
         self.ready[k] = self.now + self.computed[k]
 
     def push(self, k: int) -> bool:
-        """Whether it is worker k's turn; then it pushes, pulls and begins its next step."""
+        """Return whether it is worker k's turn; then it pushes, pulls and begins its next step."""
         since = self.asked.setdefault(k, self.now)
         for _ in range(3):  # a skipped worker is asked again
             d = self.core.push(k, self.now, 0, self.counts[k], self.computed[k], 0.0, 0, self.now - since)
@@ -148,7 +148,7 @@ def test_slack_divides_the_planned_gaps(ring: tuple[list[int], list[float]], sla
 
 
 def passes_over(order: list[int], present: set[int], before: int, after: int) -> bool:
-    """Whether `after` is the next of those present in the ring."""
+    """Return whether `after` is the next of those present in the ring."""
     n, place = len(order), order.index(before)
     return next(order[(place + k) % n] for k in range(1, n + 1) if order[(place + k) % n] in present) == after
 

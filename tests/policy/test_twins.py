@@ -107,7 +107,7 @@ class Twins:
         self.stores[0].replan(batches)
 
     def costs(self) -> None:
-        """What both show of the ranks' steps, which is all that a Balancer learns of them."""
+        """Return what both show of the ranks' steps, which is all that a Balancer learns of them."""
         found = [(cost.steps, cost.seconds) for cost in self.stores[0].costs()]
         expected = [(cost.steps, pytest.approx(cost.seconds)) for cost in self.drive.core.costs()]
         assert found == expected

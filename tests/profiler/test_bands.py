@@ -67,7 +67,7 @@ FAMILIES: list[Callable[[Vector, Luck], Vector]] = [
 
 
 def held(family: Callable[[Vector, Luck], Vector], seed: int) -> list[bool]:
-    """Of a curve measured at 5 to 16 sizes with 1 to 5 % noise: whether sizes in between lie in the band."""
+    """Return whether sizes between 5 to 16 measured ones, with 1 to 5 % noise, lie in the band."""
     luck = np.random.default_rng(seed)
     b = np.arange(1, int(2 ** luck.uniform(6, 9)) + 1).astype(float)
     seconds = 0.001 * np.maximum.accumulate(b[-1] * luck.uniform(0.02, 0.5) + family(b, luck))

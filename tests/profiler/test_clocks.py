@@ -19,7 +19,7 @@ DEADLINE_SECONDS = 30.0
 
 
 class NVMLError(Exception):
-    """What pynvml raises."""
+    """The error that pynvml raises."""
 
 
 class Driver(SimpleNamespace):

@@ -370,7 +370,7 @@ class TimedDevice(ArithmeticDevice):
         return dict.fromkeys(PARTS, 1.0)
 
     def measure(self, seconds: float, sizes: list[int], repeats: int = 7) -> tuple[Budget, dict[int, Any]]:
-        """As profile_model does: the budget at its end, and what was timed."""
+        """Measure as profile_model does: the budget at its end, and what was timed."""
         told: list[tuple[float, float]] = []
         budget = Budget(seconds, lambda: self.now, lambda gone, most: told.append((gone, most)))
         probes = affordable(climb(self, sizes, 1e9, lambda _: None, budget), budget)

@@ -169,7 +169,7 @@ def test_the_band_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_the_band_holds_batches_between_the_measured_ones() -> None:
-    """Of waves, tiles and cliffs, by 5 and 9 batches, each measured once."""
+    """This holds for waves, tiles and cliffs, by 5 and 9 batches, each measured once."""
     inside: list[bool] = []
     for seed in range(10):
         luck, b = np.random.default_rng(seed), np.arange(1, 257)

@@ -137,7 +137,7 @@ def test_skypilot_gives_the_script_what_it_reads() -> None:
 
 @pytest.mark.thorough
 def test_a_rank_that_is_told_to_leave_comes_back(tmp_path: Path, shm: Path, port: int) -> None:
-    """As a pod that is replaced: the others train on meanwhile."""
+    """It is like a pod that is replaced: the others train on meanwhile."""
     more = {"SAMPLES": "16000", "RUN_OPTIONS": "--policy asp --json"}
     first, second = start(tmp_path, port, **more)
     records = "job/rank-*/worker-*.jsonl"

@@ -52,7 +52,7 @@ def test_what_is_said_of_pip(line: str, doing: str, capsys: Any) -> None:
 
 
 def test_folders_may_vanish_while_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a package that pip replaces."""
+    """Such are those of a package that pip replaces."""
     (tmp_path / "gone").mkdir()
     (tmp_path / "kept").write_bytes(bytes(1000))
     scan = os.scandir

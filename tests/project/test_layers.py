@@ -180,7 +180,7 @@ def test_no_file_imports_the_bare_folders() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Whether such a circle works depends on which module is imported first."""
+    """Which module is imported first decides whether such a circle works."""
     graph = {name: first_imports(name, path) for name, path in MODULES.items()}
     while leaves := {name for name, needed in graph.items() if not needed}:
         graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}

@@ -131,7 +131,7 @@ def kernels(folder: Path, compiler: list[str]) -> Path:
 
 @pytest.mark.thorough
 def test_the_wheels_compiler_finds_what_the_processor_has(tmp_path: Path) -> None:
-    """What is scalar in the wheel alone is right, and slow."""
+    """Kernels that are scalar in the wheel alone is right, and slow."""
     if not importlib.util.find_spec("ziglang"):
         pytest.skip("needs zig (the extra `wheels` has it)")
     target = f"{platform.machine()}-linux-gnu.2.17"

@@ -324,7 +324,7 @@ def test_a_misspelt_kind_is_not_a_worker_with_one_cpu(cluster: Any, tmp_path: Pa
 
 
 def test_the_how_to_page_runs(cluster: Any, tmp_path: Path) -> None:
-    """As it is written, on kinds of devices that are here."""
+    """It runs as it is written, on kinds of devices that are here."""
     (page,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     here = 'KINDS = {"device-0": {"CPU": 1}, "device-1": {"far": 1}}'
     script = tmp_path / "on_ray.py"

@@ -1,4 +1,4 @@
-"""What one client can take of a server's memory and descriptors: the server is a process of its own."""
+"""Test what one client can take of a server's memory and descriptors: the server is a process of its own."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def push_ones(store: Store, samples: int) -> PushResult:
 
 
 def value(store: Store) -> float:
-    """What every parameter is."""
+    """Return what every parameter is."""
     (only,) = set(store.snapshot().tensors["w"].tolist())
     return float(only)
 
@@ -158,7 +158,7 @@ def test_a_lost_reply_does_not_push_twice(store: Store, server: Server, exchange
 def test_a_call_that_its_socket_does_not_take_is_sent_again(
     store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where libzmq has given up the connection: a blocking send would never return."""
+    """It is so where libzmq has given up the connection: a blocking send would never return."""
     send, refused = zmq.Socket.send, []
 
     def refuses(socket: zmq.Socket[bytes], frame: Any, flags: int = 0, **options: Any) -> Any:
@@ -608,7 +608,7 @@ def test_an_exchange_that_was_fenced_after_its_push_has_its_result(
 
 @pytest.mark.parametrize("way", ["exchange", "worker", "transfer"])
 def test_a_push_counts_though_its_parameters_cannot_be_encoded(shm: Path, way: str) -> None:
-    """What is not finite is not the gradient: no later claim is skipped in its place."""
+    """A value that is not finite is not the gradient: no later claim is skipped in its place."""
     with (
         Store.create("model", {"w": np.full(SIZE, 3e38)}, batches=[4], policy="asp:scaling=none") as store,
         Server("model") as server,
@@ -657,7 +657,7 @@ def test_values_that_cannot_be_encoded_are_not_sent(store: Store, server: Server
 
 
 def test_to_encode_is_no_computing(store: Store, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on this machine, where the core encodes after it has looked at the clock."""
+    """It is so on this machine, where the core encodes after it has looked at the clock."""
 
     class Clock:
         now = 0.0

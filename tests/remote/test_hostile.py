@@ -55,7 +55,7 @@ def hello(client: RawClient) -> Any:
 
 
 def answers(server: Server, source: str = "") -> bool:
-    """Whether a client that means well, of another session or another host, is served."""
+    """Return whether a client that means well, of another session or another host, is served."""
     with RawClient(server.address.replace("0.0.0.0", "127.0.0.1"), source) as client:
         return isinstance(hello(client), Answer) and isinstance(client.ask("status"), Answer)
 

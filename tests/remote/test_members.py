@@ -121,7 +121,7 @@ class Hosts:
         return self.store.ranks()[rank].samples
 
     def whole_rounds(self, count: int) -> bool:
-        """Whether the split in force has the global batch, and so many rounds were trained by it."""
+        """Return whether the split in force has the global batch, and so many rounds were trained by it."""
         split, plan, version = self.split, self.store.status().plan, self.store.status().version
         if sum(split) != B:
             return False
@@ -134,7 +134,7 @@ class Hosts:
         return tuple(rank.batch for rank in self.store.ranks())
 
     def pid(self, rank: int) -> int:
-        """Of the launched worker, as its folder's events say."""
+        """Return that of the launched worker, as its folder's events say."""
         found = [e for path in self._folder.glob("*/run.jsonl") for e in read_events(path) if e.rank == rank]
         started = [e for e in found if e.kind in ("started", "restarted")]
         assert started[-1].pid is not None

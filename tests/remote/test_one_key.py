@@ -1,4 +1,4 @@
-"""What one key can take of a server, and of a store's memory and ranks: others have theirs."""
+"""Test what one key can take of a server, and of a store's memory and ranks: others have theirs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: 
 def test_new_workers_of_one_key_leave_planned_ranks_theirs(
     server: Server, store: Store, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of room for seven workers two planned ranks need two; one key may have half of the rest."""
+    """In room for seven workers two planned ranks need two; one key may have half of the rest."""
     worker = 4 * store.layout.flat_elements * store.layout.staging_buffers
     fake = SimpleNamespace(f_bavail=7 * worker, f_frsize=1)
     monkeypatch.setattr("pyps.remote.bounds.os", SimpleNamespace(statvfs=lambda _: fake))

@@ -36,7 +36,7 @@ CASES = [(name, False) for name in Policy.known] + [
 
 
 def idle(worker: Worker) -> bool:
-    """Whether no transfer is under way."""
+    """Return whether no transfer is under way."""
     return worker._require().transport.idle
 
 

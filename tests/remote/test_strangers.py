@@ -48,7 +48,7 @@ def server(store: Store) -> Iterator[Server]:
 
 
 def works(address: str) -> bool:
-    """Whether an honest client can train there."""
+    """Return whether an honest client can train there."""
     with open_store(address) as far:
         far.join()
         claim = far.start()

@@ -32,7 +32,7 @@ EVIL = "from pathlib import Path\nPath('ran').touch()\n"
 
 @pytest.fixture
 def run_dir(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run that has not begun to train; a module lies in the current folder."""
+    """Return the folder of a run that has not begun to train; a module lies in the current folder."""
     (tmp_path / "evilmod.py").write_text(EVIL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path / "plan.json", make_plan())

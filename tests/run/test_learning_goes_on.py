@@ -79,7 +79,7 @@ def _check_schedule(folder: Path) -> None:
 
 
 def _check_model(folder: Path) -> None:
-    """What the run left evaluates bit for bit as its workers did, which all have the same model."""
+    """The model that the run left evaluates bit for bit as its workers did, which all have the same model."""
     inputs, _ = make_data()
     saved = [torch.load(folder / f"model-{rank}.pt", weights_only=True) for rank in range(2)]
     tensors = load_file(folder / "model.safetensors")

@@ -131,7 +131,7 @@ def test_a_worker_that_is_asked_to_leave_is_not_started_again(shm: Path, plan: P
 
 @pytest.mark.thorough
 def test_micro_batches_that_are_begun_are_pushed(shm: Path, tmp_path: Path) -> None:
-    """Of a long step, the rest goes back to be assigned to others."""
+    """The rest of a long step goes back to be assigned to others."""
     write_json(tmp_path / "plan.json", make_plan((40, 40)))
     (tmp_path / "train.py").write_text(SCRIPT)
     out = tmp_path / "out"

@@ -408,7 +408,7 @@ def test_when_checkpoints_are_written(
 
 
 def test_the_rank_that_makes_the_store_writes(plan: Path, tmp_path: Path) -> None:
-    """Of several launchers, that of rank 0; with keep_checkpoints=0, none."""
+    """Rank 0's launcher writes it; with keep_checkpoints=0, none."""
     for changes in ({"ranks": [1], "connect": "tcp://127.0.0.1:1/x?insecure=1"}, {"keep_checkpoints": 0}):
         options = RunOptions(samples=8, run_dir=tmp_path / str(len(changes)), checkpoint_every=1, **changes)
         spec = prepare(plan, script(tmp_path), options)
@@ -428,7 +428,7 @@ def test_a_checkpoints_plan_has_the_batches_in_force() -> None:
 
 
 def test_workers_with_the_pids_of_earlier_ones_have_trained_too(tmp_path: Path) -> None:
-    """As in a container, where each start counts from 1: their records are in files that were there."""
+    """It is so in a container, where each start counts from 1: their records are in files that were there."""
     path, record = record_path(tmp_path, 0, 7), make_record(0, 1, 4, [("compute", 0.0, 1.0)])
     write_lines(path, [record, record])
 

@@ -110,7 +110,7 @@ def test_a_script_that_leaves_early_is_said(shm: Path, plan: Path, tmp_path: Pat
 
 
 def refused(default: Path, tmp_path: Path, **changes: object) -> InputError:
-    """What run() says; nothing may have been started or left."""
+    """Return what run() says; nothing may have been started or left."""
     path = changes.pop("plan", default)
     train = changes.pop("script", None) or script(tmp_path)
     options = {"samples": SAMPLES, "run_dir": tmp_path / "out", **changes}

@@ -20,7 +20,7 @@ SHARDED = "tcp://10.0.0.1:5555,10.0.0.2:5555/model?insecure=1"
 
 
 def spec(error: PypsError, store: str = SHARDED, moves: bool = True) -> Any:
-    """Of a run whose store cannot be opened."""
+    """Make the spec of a run whose store cannot be opened."""
 
     def fail() -> None:
         raise error

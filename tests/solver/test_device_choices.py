@@ -53,7 +53,7 @@ def random_case(seed: int) -> tuple[Cluster, list[Profile]]:
 
 
 def sets_of(cluster: Cluster, profiles: list[Profile]) -> Iterator[tuple[float, float]]:
-    """Of each number of workers of each group that the devices allow: seconds of an iteration, and watts."""
+    """Return seconds of an iteration and watts, for each number of workers that devices allow, by group."""
     of_pool = {one.name: one.devices for one in cluster.shared}
     for counts in itertools.product(*[range(group.count + 1) for group in cluster.worker]):
         taken = dict.fromkeys(of_pool, 0)

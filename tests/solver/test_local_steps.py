@@ -224,7 +224,7 @@ def with_local_batch(
 
 
 def test_a_local_batch_that_is_given_leaves_the_samples_of_a_round() -> None:
-    """As in benchmarks/local_samples.py: the steps become smaller and more, and all still end together."""
+    """The steps become smaller and more, and all still end together (benchmarks/local_samples.py)."""
     plan = with_local_batch([profile(0.04 / speed, 0.0) for speed in SPEEDS], 20, 10, 2)
     assert [(w.accumulation, w.micro_batch) for w in plan.workers] == [(10, 2), (20, 2), (30, 2), (40, 2)]
     assert plan.global_batch == 200

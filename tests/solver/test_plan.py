@@ -224,7 +224,7 @@ def test_a_cap_that_binds_is_accumulated_where_it_may_be() -> None:
 
 
 def test_times_of_steps_in_micro_batches_are_refused() -> None:
-    """They say nothing of one micro-batch, nor of the memory of a whole batch."""
+    """Such times say nothing of one micro-batch, nor of the memory of a whole batch."""
     parts = profile(0.001, model=ModelInfo(name="mlp", accumulate=4))
     with pytest.raises(InputError, match=r"model\.accumulate: found 4 micro-batches; .*max_accumulation = 4"):
         plan(100, ({}, parts))

@@ -57,6 +57,6 @@ def test_emulation_and_simulator_agree(sent: Sent) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_comes_together_passes_in_the_planners_time(count: int) -> None:
-    """Of a round's pushes the planner counts the sum."""
+    """The planner counts the sum of a round's pushes."""
     link = LinkCost(0.0, 0.1)
     assert emulated([(0, 100_000)] * count) == pytest.approx([count * link.one_way_seconds(32)] * count)

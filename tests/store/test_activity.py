@@ -1,4 +1,4 @@
-"""What a member does at the moment, as an observer sees it: its wait, its claim's age, its bytes."""
+"""Test what a member does at the moment, as an observer sees it: its wait, its claim's age, its bytes."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_the_norm_is_of_what_the_codes_hold(kind: Codec) -> None:
 
 
 def carry(store: Store, kind: Codec, gradient: Gradient, residual: Gradient) -> Gradient:
-    """What the codes of a gradient and the residual hold; the rest becomes the residual."""
+    """Return what the codes of a gradient and the residual hold; the rest becomes the residual."""
     flat = np.zeros(store.layout.flat_elements, np.float32)
     for name, view in store.views(flat).items():
         view[...] = gradient[name] + residual[name]

@@ -67,7 +67,7 @@ def test_the_reference_is_philox() -> None:
 
 
 def noise(count: int, seed: int, first: int) -> Array:
-    """Of 64 values, value l + 16 j takes word j of counter (its group's number) * 16 + l."""
+    """Return noise: of 64 values, value l + 16 j takes word j of counter (its group's number) * 16 + l."""
     index = np.arange(first, first + count, dtype=np.uint64)
     words = philox(index // np.uint64(64) * np.uint64(16) + index % np.uint64(16), seed)
     word = np.choose(((index % np.uint64(64)) // np.uint64(16)).astype(int), words)
@@ -208,7 +208,7 @@ def test_noise_depends_on_seed_and_place_alone() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.F32, *LOSSY])
 def test_error_feedback_loses_nothing(codec: Codec) -> None:
-    """What was sent and what is kept add up to what was given, step by step, save the sum's rounding."""
+    """Sent and kept add up to what was given, step by step, save the sum's rounding."""
     kept, sent, given = np.zeros(1000, F32), np.zeros(1000), np.zeros(1000)
     for step in range(50):
         v, left = randn(1000, step), np.empty(1000, F32)

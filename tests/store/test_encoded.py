@@ -351,7 +351,7 @@ HALVES = {  # NaN and infinities
 @pytest.mark.parametrize("codec", HALVES)
 @pytest.mark.parametrize("nonfinite", ["error", "zero"])
 def test_halves_that_are_not_finite_are_refused(codec: Codec, nonfinite: str) -> None:
-    """They have no scale that tells. What belongs to no parameter does not count."""
+    """Such halves have no scale that tells. What belongs to no parameter does not count."""
     how = Encoding(codec, nonfinite=nonfinite)  # type: ignore[arg-type]
     with make("halves") as store:
         store.join()

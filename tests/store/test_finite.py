@@ -53,7 +53,7 @@ def test_what_belongs_to_no_tensor_does_not_count(store: Store) -> None:
 
 
 def expected(gradient: Any, nonfinite: str) -> Any:
-    """What a push takes instead, in blocks of 1024 values."""
+    """Return what a push takes instead, in blocks of 1024 values."""
     gradient = gradient.copy()
     for block in np.split(gradient, len(gradient) // 1024):
         bad = ~np.isfinite(block)

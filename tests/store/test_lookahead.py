@@ -87,7 +87,7 @@ def test_a_pull_is_the_way_of_momentum_and_the_own_gradient(case: str, order: li
 
 
 def average(lags: list[float], window: int = 8) -> float:
-    """As the view keeps it."""
+    """Average as the view keeps it."""
     mean = 0.0
     for count, lag in enumerate(lags, 1):
         mean = mean + (lag - mean) / min(count, window) if mean > 0 else lag

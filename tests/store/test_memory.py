@@ -1,4 +1,4 @@
-"""What a store's workers take of its file system, and what they give back."""
+"""Test what a store's workers take of its file system, and what they give back."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def huge_mib() -> int:
 
 
 def has_huge_pages() -> bool:
-    """Whether the system makes huge pages of shared memory when it is asked to (Linux 6.1)."""
+    """Return whether the system makes huge pages of shared memory when it is asked to (Linux 6.1)."""
     enabled = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
     return release >= (6, 1) and enabled.exists() and "[deny]" not in enabled.read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ OF_TIMES = ("r2sp", "saps")  # policies whose own state has times in it
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rank does next, if it can: it begins a step, or ends the one it is in."""
+    """Tell what a rank does next, if it can: it begins a step, or ends the one it is in."""
 
     rank: int
     codec: Codec
@@ -170,7 +170,7 @@ class Drive:
 
 
 def kept(state: StoreState, times: bool) -> Any:
-    """What of a state is to be equal; times: without what has times in it."""
+    """Return what of a state is to be equal; times: without what has times in it."""
     h = state.header
     ranks = [
         (

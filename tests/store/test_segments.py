@@ -320,7 +320,7 @@ def test_a_forked_child_is_refused_and_does_no_harm(shm: Path) -> None:
 
 
 def test_a_forked_child_keeps_no_lock_of_its_dead_parent(shm: Path) -> None:
-    """As a loader process does that outlives its worker."""
+    """It is like a loader process does that outlives its worker."""
     with Store.create("orphan", TENSORS, batches=[2], samples=4) as store:
 
         def worker() -> None:

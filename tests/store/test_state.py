@@ -227,7 +227,7 @@ def test_a_residual_that_is_read_is_written_by_no_worker(shm: Path) -> None:
 
 
 def worth(first: int, count: int) -> float:
-    """What the samples of a range add to a gradient: small whole numbers."""
+    """Return what the samples of a range add to a gradient: small whole numbers."""
     return float(sum(position % 7 + 1 for position in range(first, first + count)))
 
 

@@ -1,4 +1,4 @@
-"""What a store survives of its own process: views that outlive it, signals, threads, copies."""
+"""Test what a store survives of its own process: views that outlive it, signals, threads, copies."""
 
 from __future__ import annotations
 

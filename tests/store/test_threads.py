@@ -145,7 +145,7 @@ def test_signals_are_the_callers(shm: Path) -> None:
 
 
 def test_threads_that_have_worked_can_become_more(shm: Path) -> None:
-    """Those that come wait for the next call, not for one that was before they came."""
+    """Threads that come wait for the next call, not for one that was before they came."""
     found = []
     for counts in ((1, 1, 1, 1), (2, 3, 5, 2)):
         with store("threads") as one:

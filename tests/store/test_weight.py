@@ -33,7 +33,7 @@ def round_of(
     encoding: str = "f32",
     where: str = "weights",
 ) -> Flat:
-    """What a round of these gradients takes from parameters that are zero."""
+    """Return what a round of these gradients takes from parameters that are zero."""
     with create_store(
         where,
         {"w": np.zeros(SIZE, np.float32)},

@@ -62,7 +62,7 @@ def test_a_batch_grows_as_far_as_it_pays() -> None:
 
 
 def test_a_batch_of_whole_multiples_stays_within_its_bounds() -> None:
-    """Of multiples of 64, the next above 128 is 192: more than is allowed, or than learns enough."""
+    """The next multiple of 64 above 128 is 192: more than is allowed, or than learns enough."""
     devices, noisy = [RankDevice(cost, 64, 4096, 64) for cost in COSTS], StatisticalEfficiency(10_000.0, 128)
     assert sum(next_split((64, 64), devices, noisy, 192, 0.0, 0.0)) == 192
     assert next_split((64, 64), devices, noisy, 180, 0.0, 0.0) == (64, 64)

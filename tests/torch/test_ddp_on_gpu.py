@@ -1,4 +1,4 @@
-"""What DDP does on a GPU and a CPU has not: events, no wait for the device, NCCL.
+"""Test what DDP does on a GPU and a CPU has not: events, no wait for the device, NCCL.
 
 Whether the gradient is right there, the other tests here say with PYPS_TEST_DEVICE=cuda.
 """

@@ -110,7 +110,7 @@ def test_the_base_may_be_in_four_bits(tmp_path: Path) -> None:
 
 
 def through_the_store(script: Path, folder: Path) -> str:
-    """What two workers of speeds 4 and 1 print, with local steps and int8."""
+    """Return what two workers of speeds 4 and 1 print, with local steps and int8."""
     programs = Path(sys.executable).parent
     for name, speed in (("a", 4), ("b", 1)):
         points = [{"batch": b, "seconds": b * 0.001 / speed} for b in (1, 4, 16)]

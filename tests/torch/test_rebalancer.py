@@ -302,7 +302,7 @@ def test_the_present_ranks_agree_on_a_split(ranks: Ranks) -> None:
 
 
 class Balanced:
-    """What an observer reads of a Rebalancer."""
+    """Hold what an observer reads of a Rebalancer."""
 
     steps = 7
     history: ClassVar = [SplitChange(5, (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",), (0, 7))]

@@ -192,7 +192,7 @@ def test_a_replan_waits_for_its_round() -> None:
 @pytest.mark.parametrize("trained", [10, 3])
 @pytest.mark.parametrize("start", [(0, 7), (1, 0)])
 def test_a_replan_holds_in_the_next_pass_without_set_epoch(start: tuple[int, int], trained: int) -> None:
-    """As in a loop of one long epoch that is never counted; also where each pass is left early."""
+    """It is so in a loop of one long epoch that is never counted; also where each pass is left early."""
     sampler = UnevenBatchSampler(100, [6, 4], 0)
     walk = iter(sampler)
     for _ in range(trained):
@@ -206,7 +206,7 @@ def test_a_replan_holds_in_the_next_pass_without_set_epoch(start: tuple[int, int
 
 
 def test_another_global_batch_holds_in_the_next_pass_without_set_epoch() -> None:
-    """As AdaptiveBatch asks for, with the learning rate of that batch."""
+    """It is the batch that AdaptiveBatch asks for, with the learning rate of that batch."""
     sampler = UnevenBatchSampler(20, [3, 2], 0, shuffle=False)
     assert [len(batch) for batch in sampler] == [3] * 4
     sampler.resize([6, 4])

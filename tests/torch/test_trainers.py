@@ -21,7 +21,7 @@ SAMPLES, ROUND, EVALUATED = 160, 72, 50
 
 
 def check(found: dict[str, Any], rate: float) -> None:
-    """What holds under every trainer."""
+    """Check what holds under every trainer."""
     assert max(found["errors"]) < EXACT
     epochs = [found["rounds"][k : k + 3] for k in range(0, len(found["rounds"]), 3)]
     orders = [[number for numbers in epoch for number in numbers] for epoch in epochs]

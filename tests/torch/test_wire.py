@@ -66,7 +66,7 @@ def test_a_level_is_at_most_half_a_step_off(form: BlockFormat) -> None:
 
 
 def refusals(group: torch.distributed.ProcessGroup) -> list[str]:
-    """What is said of an unknown type, of a second hook, and of sparse gradients."""
+    """Return what is said of an unknown type, of a second hook, and of sparse gradients."""
     dense = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
     sparse = DistributedDataParallel(torch.nn.Embedding(3, 2, sparse=True), process_group=group)
     install_wire(dense, "bf16")

@@ -37,7 +37,7 @@ def zeros() -> dict[str, np.ndarray]:
 
 
 def gradients(weights: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
-    """Of half the mean squared error."""
+    """Return those of half the mean squared error."""
     error = (x @ weights + bias - y) / np.float32(len(x))
     return {"weights": x.T @ error, "bias": error.sum(0)}
 

@@ -33,7 +33,7 @@ def normed(momentum: float | None = 0.1) -> nn.Sequential:
 
 
 def before_norm(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the layer normalises: [values, 2]."""
+    """Return what the layer normalises: [values, 2]."""
     assert isinstance(model, nn.Sequential)
     out: torch.Tensor = model[:2](x)
     return out.detach().transpose(1, 2).reshape(-1, 2)

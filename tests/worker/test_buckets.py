@@ -194,7 +194,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_poisons_nothing(
 
 
 class Driver:
-    """What torch.cuda.cudart() has, for memory."""
+    """Hold what torch.cuda.cudart() has, for memory."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

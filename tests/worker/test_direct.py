@@ -32,7 +32,7 @@ def make_model() -> nn.Sequential:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]] | None]:
-    """What each push said to be finite."""
+    """Return what each push said to be finite."""
     found: list[list[list[int]] | None] = []
     send = Transport.send
 

@@ -35,7 +35,7 @@ class Member:
 
 @dataclass
 class FakeStore:
-    """What is read of a store."""
+    """Give what is read of a store."""
 
     present: list[Member] = field(default_factory=list)
     version: int = 0

@@ -533,7 +533,7 @@ def test_misuse_is_refused(worker: Worker, tmp_path: Path) -> None:
 
 
 def averaged(workers: int, count: int, kind: Callable[[nn.Module], Any]) -> list[list[torch.optim.Optimizer]]:
-    """Those of workers after four rounds whose moments are averaged; a step has 2 samples."""
+    """Return those of workers after four rounds whose moments are averaged; a step has 2 samples."""
     models = [make_model() for _ in range(workers)]
     optimizers = [kind(model) for model in models]
     batches = [2 * (k + 1) * count for k in range(workers)]

@@ -1,4 +1,4 @@
-"""What memory leaves: read from trees of control groups, true and made up, and followed by H-PS's tasks."""
+"""Test what memory leaves: read from trees of control groups, true and made up; H-PS's tasks follow it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def run(model: nn.Module, data: Any = None, loads: dict[str, Any] | None = None,
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> nn.Module:
-    """What plain torch makes of the same batches on the CPU."""
+    """Return what plain torch makes of the same batches on the CPU."""
     for first in range(0, 3 * SAMPLES, batch):
         rows = torch.from_numpy(indices(first, min(batch, 3 * SAMPLES - first), SAMPLES, 5))
         optimizer.zero_grad()
@@ -324,7 +324,7 @@ def test_local_steps_are_plain_torchs(kind: str) -> None:
 @pytest.mark.parametrize("codec", ["f32", "int8"])
 @pytest.mark.parametrize("pipeline", [False, 2])
 def test_local_steps_of_all_policies_kinds(codec: str, pipeline: int | bool) -> None:
-    """As on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
+    """They do what they do on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
     found = []
     for device in ("cpu", GPU):
         model = model_of(nn.BatchNorm1d(100), width=100).to(device)

@@ -339,8 +339,8 @@ def at_once(self: BackgroundThread[Any], job: Callable[[], Any]) -> None:
 def test_local_steps_load_no_parameters_of_a_transfer_that_was_not_taken(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have a step whose way the worker would take once more. Each transfer comes back as it leaves, but
-    is seen only when the worker waits for it.
+    """Such a round has a step whose way the worker would take once more. Each transfer comes back at once,
+    but is seen only when the worker waits for it.
     """
     monkeypatch.setattr(BackgroundThread, "submit", at_once)
     monkeypatch.setattr(Overlapped, "ready", 0)
@@ -369,7 +369,7 @@ class FencedOnce(Slow):
 
 
 def test_a_worker_that_is_fenced_when_it_refreshes_rejoins_and_drops_its_step(shm: Path) -> None:
-    """As after a long validation, with samples in hand."""
+    """This happens after a long validation, with samples in hand."""
     worker, model = join("run", 0, batches=[10], samples=60, policy="asp"), make_model()
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number, (x, y) in enumerate(worker.batches((X, Y))):

@@ -1,4 +1,4 @@
-"""What pyps.Worker and pyps.Store do for policies: turns, what was pulled, advice between micro-batches."""
+"""Test what pyps.Worker and pyps.Store do for policies: turns, versions, advice between micro-batches."""
 
 from __future__ import annotations
 

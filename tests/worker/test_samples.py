@@ -245,7 +245,7 @@ def test_what_cannot_be_joined_is_named() -> None:
 
 
 class Noisy(Squares):
-    """As another machine reads it: every value a little different."""
+    """Read as another machine reads it: every value a little different."""
 
     def __init__(self, error: float, shift: int = 0) -> None:
         super().__init__(10)
