@@ -80,8 +80,8 @@ class StepRules:
     @property
     def exchanges(self) -> bool:
         """Return whether a push brings the next step's parameters: no other worker changes them before, or
-        need not wait to. Not in serial steps whose claims share out a round: a claim that comes only after the
-        parameters finds that the others have taken its samples.
+        need not wait to. Not in serial steps whose claims share out a round: a claim that comes only after
+        the parameters finds that the others have taken its samples.
         """
         needs = self.needs
         in_rounds = needs.lets_ranks_rest or (needs.waits_for_rounds and self.depth > 1)

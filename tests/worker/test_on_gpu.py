@@ -324,7 +324,7 @@ def test_local_steps_are_plain_torchs(kind: str) -> None:
 @pytest.mark.parametrize("codec", ["f32", "int8"])
 @pytest.mark.parametrize("pipeline", [False, 2])
 def test_local_steps_of_all_policies_kinds(codec: str, pipeline: int | bool) -> None:
-    """They do what they do on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
+    """Local steps do what they do on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
     found = []
     for device in ("cpu", GPU):
         model = model_of(nn.BatchNorm1d(100), width=100).to(device)
