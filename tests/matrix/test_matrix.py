@@ -32,6 +32,7 @@ def test_a_cell(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:store .* was lost:UserWarning")  # as it should be: its server was killed
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_triples(
     part: int, shm: Path, tmp_path: Path, worker_processes: Zygote, run_cells: list[Judged]
