@@ -6,6 +6,7 @@
     asp           workers that wait for none, with limits, prices of samples, ties, minima and multiples
     accumulation  micro-batches, of devices whose profiles tell the optimizer's seconds
     jobs          deadlines and budgets with preemptions, also on a shared link: every set and split
+    shares        a model's state by each card's memory: every split, and what it leaves free for the state
     remedies      refusals: each change that one proposes is tried
 
 A plan is wrong if another split is better, if it is refused though a split exists, if its lower bound is
@@ -28,7 +29,7 @@ import numpy as np
 from record import table
 
 from pyps.errors import Infeasible
-from pyps.formats import Cluster, Device, Fit, ModelInfo, Parts, Plan, Point, Profile
+from pyps.formats import Cluster, Device, Fit, Memory, ModelInfo, Parts, Plan, Point, Profile
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, allowed, observed
 from pyps.solver.costs import Ints
 from pyps.solver.jobs.spot import HOUR, lost_to_preemptions
@@ -194,6 +195,62 @@ def job_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
     return msgspec.convert(tables, Cluster), [device(luck, int(luck.integers(3, 12))) for _ in groups]
 
 
+def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
+    """Two to four cards of unlike memory; samples that take like or unlike memory, mostly one multiple."""
+    count, alike = int(luck.integers(2, 5)), luck.random() < 0.4
+    step, unlike = int(luck.choice([1, 1, 2])), luck.random() < 0.15
+    sample, context = int(luck.integers(1, 6)), int(luck.integers(0, 8))
+    groups, profiles = [], []
+    for k in range(count):
+        one = group(luck, k, int(luck.integers(1, 3)) if count < 4 else 1, 0.0)
+        one |= {"bandwidth": 1e8, "batch_multiple": int(luck.integers(1, 4)) if unlike else step}
+        if luck.random() < 0.3:
+            one["min_batch"] = int(luck.integers(1, 4))
+        groups.append(one)
+        memory = Memory(
+            fixed_bytes=PARAMETERS * 16 + context * 10**5,
+            bytes_per_sample=10**5 * (sample if alike else int(luck.integers(1, 6))),
+            budget_bytes=PARAMETERS * 4 + int(luck.integers(0, 50)) * 10**5,
+        )
+        profile = device(luck, int(luck.integers(3, 12)))
+        model = msgspec.structs.replace(profile.model, optimizer="AdamW")
+        profiles.append(msgspec.structs.replace(profile, memory=memory, max_batch=None, model=model))
+    tables: dict[str, Any] = {"job": {"global_batch": 2 * int(luck.integers(2, 7))}}
+    stage = int(luck.choice([1, 2, 3, 3]))
+    tables |= {"worker": groups, "sync": {"kind": "ring" if luck.random() < 0.5 else "none"}}
+    tables["sharding"] = {"stage": stage, "shares": "memory", "whole": float(luck.choice([0.0, 0.125]))}
+    if luck.random() < 0.1:
+        tables["limits"] = {"watts": float(luck.uniform(200, 900))}
+    return msgspec.convert(tables, Cluster), profiles
+
+
+def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[Ints]:
+    """Every split for which the cards can divide the state, by the arithmetic of its bytes."""
+    given, cards = cluster.sharding, []
+    assert given is not None
+    kept = {1: 8 * PARAMETERS, 2: 4 * PARAMETERS, 3: 8 * given.whole * PARAMETERS}[given.stage]
+    for one, profile in zip(cluster.worker, profiles, strict=True):
+        assert profile.memory is not None
+        room = profile.memory.budget_bytes - (profile.memory.fixed_bytes - 16 * PARAMETERS) - kept
+        batches = range(one.min_batch or 1, cluster.job.global_batch + 1)
+        cards += [(room, profile.memory.bytes_per_sample, one.batch_multiple, batches)] * one.count
+    choices = [[b for b in batches if not b % multiple] for _, _, multiple, batches in cards]
+    for split in itertools.product(*choices):
+        free = [room - each * batch for (room, each, _, _), batch in zip(cards, split, strict=True)]
+        if sum(split) == cluster.job.global_batch and min(free) >= 0 and sum(free) >= 16 * PARAMETERS - kept:
+            yield np.array(split, np.int64)
+
+
+def fastest_in_shares(
+    cluster: Cluster, profiles: list[Profile], constrained: ConstrainedProblem
+) -> tuple[float, float] | None:
+    """The shortest iteration of those splits; None: there is none within the limits."""
+    if any(one.need.sum() > one.at_most for one in constrained.limits):
+        return None
+    seconds = [observed(constrained, b).iteration_seconds for b in splits_in_shares(cluster, profiles)]
+    return (min(seconds), min(seconds)) if seconds else None
+
+
 def splits(constrained: ConstrainedProblem) -> Iterator[Ints]:
     """Every split that keeps the bounds, the limits and the ties."""
     problem = constrained.problem
@@ -246,12 +303,16 @@ def tried(case: Callable[[Luck], tuple[Cluster, list[Profile]]], seed: int, foun
     pace, ranks = policy_named(policy).pace, planned_ranks(cluster, profiles)
     try:
         constrained = planning_problem(cluster, ranks, pace)
-    except Infeasible:
-        return  # a required worker has no batch
+    except Infeasible:  # a required worker has no batch
+        if case is shares_case and any(True for _ in splits_in_shares(cluster, profiles)):
+            found.wrong.append(f"{seed}: refused, though there is a split")
+        return
     price = np.array([rank.group.price_per_hour or 0.0 for rank in ranks])
     rates = np.array([rank.group.preemptions_per_hour for rank in ranks])
     if case is accumulation_case:
         best = fastest_in_parts(cluster, profiles)
+    elif case is shares_case:
+        best = fastest_in_shares(cluster, profiles, constrained)
     else:
         best = best_of_all(cluster, constrained, price, rates)
     found.tried += 1
@@ -338,6 +399,7 @@ def remedies(seed: int, found: Found) -> None:
 
 
 FAMILIES = {"shared": shared_case, "asp": asp_case, "accumulation": accumulation_case, "jobs": job_case}
+FAMILIES["shares"] = shares_case
 NAMES = (*FAMILIES, "remedies")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pyps.errors import Infeasible
 from pyps.solver.constrained import ConstrainedProblem, Limit
 from pyps.solver.exact.kinds import LATEST, TooManyKinds, cheapest, fastest
+from pyps.solver.exact.minmax import NotAlike
 
 NEAR = 8  # steps of the batch on either side that are all tried; farther ones by halves
 PROBES = 5
@@ -20,7 +21,7 @@ Fits = Callable[[ConstrainedProblem], bool]
 
 def has_split(constrained: ConstrainedProblem) -> bool:
     """Return whether a split keeps the limits and the ties; False where the search has no end."""
-    with contextlib.suppress(Infeasible, TooManyKinds):
+    with contextlib.suppress(Infeasible, TooManyKinds, NotAlike):
         return fastest(replace(constrained, resources=(), trips=())) is not None
     return False
 

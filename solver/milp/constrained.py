@@ -2,8 +2,9 @@
 
 Without side constraints the exact solver finds the optimum, and the tests show that both agree. Its optimum
 also holds where a link has time for all transfers anyway. With side constraints that bind, the search by
-kinds (pyps.solver.exact.kinds) finds it where many workers are alike. The rest is a mixed-integer linear
-program (MILP); HiGHS runs until it has proved the optimum, with no gap allowed.
+kinds (pyps.solver.exact.kinds) finds it where many workers are alike. The rest, as a pool of memory where
+both needs and batch multiples are unlike, is a mixed-integer linear program (MILP); HiGHS runs until it has
+proved the optimum, with no gap allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from pyps.errors import Infeasible, PypsError, needed
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit, evaluate
 from pyps.solver.exact.kinds import TooManyKinds, fastest, handles
-from pyps.solver.exact.minmax import solve
+from pyps.solver.exact.minmax import NotAlike, solve
 from pyps.solver.exact.remedies import with_remedies
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.model import MOST_SECONDS, Milp, NoProof, minmax_milp
@@ -33,6 +34,12 @@ def solve_constrained(
     time_limit: seconds for HiGHS. Raises Infeasible with the least change of one limit or of B that would
     help, and NoProof if HiGHS stops without a proof.
     """
+    with contextlib.suppress(NotAlike):
+        return _by_exact_solvers(constrained, time_limit)
+    return solve_by_milp(constrained, time_limit)
+
+
+def _by_exact_solvers(constrained: ConstrainedProblem, time_limit: float | None) -> ConstrainedSolution:
     if constrained.may_forbid:
         try:
             solve(constrained.problem)
@@ -59,7 +66,8 @@ def solve_by_milp(
     constrained: ConstrainedProblem, time_limit: float | None = MOST_SECONDS
 ) -> ConstrainedSolution:
     """The optimum by HiGHS, with or without side constraints."""
-    solve(constrained.problem)  # raises Infeasible if no split exists even without side constraints
+    with contextlib.suppress(NotAlike):
+        solve(constrained.problem)  # raises Infeasible if no split exists even without side constraints
     milp, seconds = constrained_milp(constrained)
     try:
         feasible = milp.minimise(seconds, time_limit=time_limit)
@@ -70,6 +78,10 @@ def solve_by_milp(
         batches = milp.batches().tolist()
         between = f"iterations of {best:.4g} ms by {batches}, no split is below {bound:.4g} ms"
         raise NoProof(f"{stopped}: {between}", stopped.best, stopped.bound) from None
+    if not feasible and not constrained.may_forbid:
+        raise Infeasible(
+            f"global_batch {constrained.problem.global_batch}: no batches fit all memory together"
+        )
     if not feasible:
         raise with_remedies(constrained)
     return solution_of(constrained, milp)

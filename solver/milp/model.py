@@ -4,6 +4,7 @@ Worker k's cost consists of a few straight pieces; one binary variable a piece s
 
     min t    t >= intercept_j z_kj + slope_j b_kj + extra_k      first_j z_kj <= b_kj <= last_j z_kj
              sum_j z_kj = used_k in {0, 1}   (1: required)       sum_kj b_kj = B,   sum_j b_kj = quantum_k u_k
+             sum_kj each_k b_kj <= pool, where the workers draw on one
 
 extra_k is what the caller adds to a worker's time. Times are scaled to be near 1, because the solvers'
 tolerances are absolute: their solutions are exact to about 1e-6.
@@ -29,6 +30,7 @@ from pyps.solver.exact.minmax import Problem
 
 SolverName = Literal["HiGHS", "CBC"]
 MOST_SECONDS = 120.0  # for a proof: users wait for it
+MIB = 2**20  # so that the solvers' tolerances are bytes
 
 
 class NoProof(PypsError):
@@ -150,6 +152,9 @@ def minmax_milp(problem: Problem, extra: bool = False) -> Milp:
         more = model.add_variable(f"e{k}", lowBound=0) if extra else None
         _add_worker(milp, problem, k, more)
     model += pulp.lpSum(milp.batch) == problem.global_batch
+    if (pool := problem.pool) is not None:
+        used = pulp.lpSum(float(x) / MIB * b for x, b in zip(pool.each, milp.batch, strict=True))
+        model += used <= pool.at_most / MIB
     return milp
 
 
