@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -224,8 +224,8 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
     return msgspec.convert(tables, Cluster), profiles
 
 
-def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[Ints]:
-    """Every split for which the cards can divide the state, by the arithmetic of its bytes."""
+def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[tuple[Ints, float]]:
+    """Every split for which the cards can divide the state, by its bytes, and the least share."""
     given, cards = cluster.sharding, []
     assert given is not None
     kept = {1: 8 * PARAMETERS, 2: 4 * PARAMETERS, 3: 8 * given.whole * PARAMETERS}[given.stage]
@@ -238,17 +238,21 @@ def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[Ints
     for split in itertools.product(*choices):
         free = [room - each * batch for (room, each, _, _), batch in zip(cards, split, strict=True)]
         if sum(split) == cluster.job.global_batch and min(free) >= 0 and sum(free) >= 16 * PARAMETERS - kept:
-            yield np.array(split, np.int64)
+            yield np.array(split, np.int64), min(free) / sum(free)
 
 
 def fastest_in_shares(
     cluster: Cluster, profiles: list[Profile], constrained: ConstrainedProblem
 ) -> tuple[float, float] | None:
-    """The shortest iteration of those splits; None: there is none within the limits."""
+    """The shortest compute of those splits, and the shortest iteration; None: there is none in the limits."""
     if any(one.need.sum() > one.at_most for one in constrained.limits):
         return None
-    seconds = [observed(constrained, b).iteration_seconds for b in splits_in_shares(cluster, profiles)]
-    return (min(seconds), min(seconds)) if seconds else None
+    compute, whole = [], []
+    for batches, least in splits_in_shares(cluster, profiles):
+        found = observed(replace(constrained, sync=replace(constrained.sync, least_share=least)), batches)
+        compute.append(found.iteration_seconds - found.sync_seconds)
+        whole.append(found.iteration_seconds)
+    return (min(compute), min(whole)) if whole else None
 
 
 def splits(constrained: ConstrainedProblem) -> Iterator[Ints]:
@@ -291,6 +295,8 @@ def best_of_all(
 
 
 def value_of(cluster: Cluster, plan: Plan) -> float:
+    if cluster.sharding is not None and plan.sync is not None:
+        return plan.iteration_seconds - plan.sync.seconds  # the ring follows the shares
     if not cluster.job.is_bounded or plan.target is None:
         return plan.iteration_seconds
     return (plan.target.price or 0.0) if cluster.job.deadline_hours is not None else plan.target.seconds

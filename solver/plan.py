@@ -47,6 +47,7 @@ from pyps.solver.jobs.job import assumptions, best_for_job, job_estimate
 from pyps.solver.jobs.pareto import PRICE, price_per_million
 from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning, round_samples
+from pyps.solver.memory import ways_to_fit
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
@@ -74,7 +75,7 @@ from pyps.solver.report.warnings import (
     unlike_times,
     warnings_of,
 )
-from pyps.solver.shards import with_shares
+from pyps.solver.shards import shares_of, with_shares
 from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
@@ -124,8 +125,14 @@ def planned(
     try:
         ranks = at_quantile(cluster, ranks, pace)
         problem = planning_problem(cluster, ranks, pace)
+        if cluster.sharding is not None:
+            return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
     except Infeasible as error:
-        raise Infeasible(error.reason, error.nearest or _without_required(cluster, ranks, pace)) from None
+        if cluster.sharding is not None:
+            nearest = ways_to_fit(cluster, profiles, pace) or error.nearest
+        else:
+            nearest = error.nearest or _without_required(cluster, ranks, pace)
+        raise Infeasible(error.reason, nearest) from None
     return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
 
 
@@ -163,12 +170,23 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
         nearest = _with_micro_batches(cluster, ranks, pace, error.nearest)
         raise Infeasible(error.reason, nearest + cut_short(round_samples(cluster), ranks)) from None
     modes = _modes(cluster, ranks, pace, solution)
-    constrained = planning_problem(cluster, ranks, pace, modes)
+    constrained = _in_shares(planning_problem(cluster, ranks, pace, modes), ranks, solution)
     valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
     plan = plan_of(cluster, ranks, constrained, valued, modes)
     notes = notes + assumptions(cluster, ranks, plan)
     plan = msgspec.structs.replace(plan, warnings=plan.warnings + notes)
     return plan if cluster.job.quantile is None else with_noise(cluster, ranks, plan, pace, modes)
+
+
+def _in_shares(
+    constrained: ConstrainedProblem, ranks: Sequence[PlannedRank], solution: ConstrainedSolution
+) -> ConstrainedProblem:
+    """The problem with what the ring carries where the ranks' shares follow their memory."""
+    cards = [rank.card for rank in ranks if rank.card is not None]
+    if constrained.problem.pool is None:
+        return constrained
+    least = min(shares_of(cards, solution.batches.tolist()))
+    return replace(constrained, sync=replace(constrained.sync, least_share=least))
 
 
 def _fastest_solution(
@@ -236,6 +254,8 @@ def _modes(
 
 def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, nearest: str) -> str:
     """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
+    if any(rank.card is not None for rank in ranks):
+        return nearest  # `planned` proposes what makes a sharded model fit
     at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
     repeats = -(-round_samples(cluster) // max(at_once, 1))
     if all(rank.group.max_accumulation >= repeats for rank in ranks) or repeats > MAX_REPEATS:
@@ -419,7 +439,8 @@ def _lower_bound(
     proven = min(solution.proven_seconds, solution.iteration_seconds)
     if not constrained.minimises_iteration:
         return proven
-    return max(proven, subset_bound(constrained.problem, constrained.sync, solution.iteration_seconds))
+    sync = replace(constrained.sync, least_share=None)  # with which a ring carries least
+    return max(proven, subset_bound(constrained.problem, sync, solution.iteration_seconds))
 
 
 def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> RunMode:

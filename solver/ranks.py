@@ -126,7 +126,7 @@ def planned_ranks(
     parts = cluster.run.accumulation or 1
     each_group = list(zip(cluster.worker, profiles, strict=True))
     states = [state_of(cluster, group, profile) for group, profile in each_group]
-    check_alike(cluster.worker, states)
+    check_alike(cluster, states)
     of_ranks = [of_one_rank(cluster, group, profile) for group, profile in each_group]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
     _check_least(cluster, of_ranks)
@@ -322,6 +322,8 @@ def _check_required(ranks: Sequence[PlannedRank]) -> None:
         group = rank.group
         at_once, multiple = max_batch_of(group, rank.profile), group.batch_multiple
         most, least = at_once * group.max_accumulation, -(-(group.min_batch or 1) // multiple) * multiple
+        if group.required and most // multiple * multiple < least and rank.card is not None:
+            raise Infeasible(f"worker[{k}] {group.name!r} has no memory for a batch of {least}")
         if group.required and most // multiple * multiple < least:
             raise Infeasible(
                 f"worker[{k}] {group.name!r} is required, but its batch must be at least {least} "

@@ -20,7 +20,17 @@ import msgspec
 import numpy as np
 
 from pyps.errors import InputError
-from pyps.formats import MAX_BATCH, Cluster, Memory, PlanWorker, Profile, RankBytes, Sharding, WorkerGroup
+from pyps.formats import (
+    MAX_BATCH,
+    Cluster,
+    Memory,
+    PlanWorker,
+    Profile,
+    RankBytes,
+    Sharding,
+    WorkerGroup,
+    check_cluster,
+)
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.solver.exact.minmax import Pool
 
@@ -114,12 +124,14 @@ def of_shard(profile: Profile, state: ModelState) -> Profile:
     return msgspec.structs.replace(profile, memory=memory, max_batch=most)
 
 
-def check_alike(groups: Sequence[WorkerGroup], states: Sequence[ModelState | None]) -> None:
-    """Raise InputError where ranks that divide one state are of unlike ones."""
-    for group, state in zip(groups, states, strict=True):
+def check_alike(cluster: Cluster, states: Sequence[ModelState | None]) -> None:
+    """Raise InputError where ranks divide unlike states, or a cluster that cannot have unlike shares."""
+    for group, state in zip(cluster.worker, states, strict=True):
         if state is not None and state.share is None and state != states[0]:
-            found = f"another number, precision or optimizer of parameters than {groups[0].profile}"
+            found = f"another number, precision or optimizer of parameters than {cluster.worker[0].profile}"
             raise InputError(group.profile, "model", found, 'the same, with sharding.shares = "memory"')
+    if states[0] is not None and states[0].share is None:
+        check_cluster(CLUSTER_FILE, cluster)
 
 
 @dataclass(frozen=True)
@@ -145,20 +157,25 @@ def pool_of(cards: Sequence[Card | None]) -> Pool | None:
     return Pool(each, math.fsum([card.room for card in found]) - found[0].state.shared)
 
 
+def shares_of(cards: Sequence[Card], batches: Sequence[int]) -> list[float]:
+    """The share of each card with these samples at once, where shares follow the memory."""
+    free = [card.room - card.memory.bytes_per_sample * b for card, b in zip(cards, batches, strict=True)]
+    total = math.fsum(free)
+    return [left / total if total > 0 else 1 / len(free) for left in free]
+
+
 def with_shares(workers: Sequence[PlanWorker], cards: Sequence[Card | None]) -> list[PlanWorker]:
     """The workers of a plan with their shares, the bytes that each holds, and what is left for its samples.
 
     cards: of each, in the same order.
     """
-    pairs = [(worker, card) for worker, card in zip(workers, cards, strict=True) if card is not None]
-    if len(pairs) < len(workers):
+    known = [card for card in cards if card is not None]
+    if len(known) < len(workers):
         return list(workers)
-    free = [card.room - card.memory.bytes_per_sample * w.micro_batch for w, card in pairs]
-    total, found = math.fsum(free), []
-    for (worker, card), left in zip(pairs, free, strict=True):
+    shares, found = shares_of(known, [worker.micro_batch for worker in workers]), []
+    for worker, card, share in zip(workers, known, shares, strict=True):
         state, memory, whole = card.state, card.memory, 1.0
         if state.share is None:
-            share = left / total if total > 0 else 1 / len(pairs)
             memory = msgspec.structs.replace(
                 memory, fixed_bytes=math.ceil(memory.fixed_bytes + state.shared * share)
             )
@@ -166,7 +183,7 @@ def with_shares(workers: Sequence[PlanWorker], cards: Sequence[Card | None]) -> 
             most = max(worker.micro_batch, min(worker.max_batch or MAX_BATCH, fits))
             worker = msgspec.structs.replace(worker, memory=memory, max_batch=most or None)
         else:
-            share, whole = state.share, state.share * len(pairs)
+            share, whole = state.share, state.share * len(workers)
         parameters, gradients, optimizer = map(math.ceil, state.held(share))
         bytes_ = RankBytes(
             fixed=max(0, card.memory.fixed_bytes - math.ceil(sum(state.held(state.share or 0.0)))),

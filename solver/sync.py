@@ -16,6 +16,8 @@ reduces its n-th of the model with the same rank of the other replicas:
 
     p (n-1) l + p (n-1)/n x + 2 (r-1) l + 2 (r-1)/r x/n
 
+Where ranks have unlike shares of it, the link of the one with the least share m carries 1 - m, not (n-1)/n.
+
 Gradients may travel while others are still computed. If the first of them are ready with a share o of the
 compute to go, and a share e of the synchronisation is left to do after the last one, t seconds of compute and
 s of synchronisation end after
@@ -44,7 +46,7 @@ class Sync:
     """Hold how workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
 
     overlap: the share o of the compute above. tail: the share e of the synchronisation. passes, replicas: p
-    and r above, of a ring.
+    and r above, of a ring. least_share: m; None: shares are equal.
     """
 
     kind: SyncKind
@@ -54,6 +56,7 @@ class Sync:
     tail: float = 0.0
     passes: int = 2
     replicas: int = 1
+    least_share: float | None = None
 
     @staticmethod
     def of(
@@ -106,7 +109,8 @@ class Sync:
         if self.kind == "ring":
             shards, replicas = max(1.0, count / self.replicas), min(self.replicas, count)
             steps = self.passes * (shards - 1) + 2 * (replicas - 1)
-            parts = self.passes * ((shards - 1) / shards) + 2 * ((replicas - 1) / replicas) / shards
+            most = 1 - (1 / shards if self.least_share is None else self.least_share)
+            parts = self.passes * most + 2 * ((replicas - 1) / replicas) / shards
             return steps * latency + parts * message
         if self.kind == "tree":
             return 2 * (count - 1).bit_length() * (latency + message)

@@ -29,6 +29,8 @@ def show_plan(plan: Plan, even_seconds: Sequence[float]) -> None:
     """Print the table of workers, then one line for each result of the plan."""
     console = terminal(highlight=True)
     console.print(_workers(plan, even_seconds))
+    if any(worker.bytes is not None for worker in plan.workers):
+        console.print(_memory(plan))
     for line in _summary(plan):
         console.print(line, soft_wrap=True)
     for warning in plan.warnings:
@@ -132,24 +134,6 @@ def mode_text(plan: Plan, run: RunMode) -> str:
 
 
 def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
-    table = Table(box=None, header_style="bold")
-    table.add_column("rank", justify="right")
-    table.add_column("worker")
-    for title in ("even", "time", "planned", "time", "weight"):
-        table.add_column(title, justify="right")
-    rows = _rows(plan, even_seconds)
-    for first, last, figures in rows[:ROWS_AT_MOST]:
-        names = plan.workers[first].name, plan.workers[last].name
-        ranks = str(first) if first == last else f"{first}..{last}"
-        table.add_row(ranks, Text(" .. ".join(dict.fromkeys(names))), *figures)
-    if len(rows) > ROWS_AT_MOST:
-        table.caption = f"(and {len(rows) - ROWS_AT_MOST} more rows; --json prints all workers)"
-        table.caption_justify = "left"
-    return table
-
-
-def _rows(plan: Plan, even_seconds: Sequence[float]) -> list[tuple[int, int, tuple[str, ...]]]:
-    """The first and last rank of each row, and its figures: many like workers in a row share one."""
     even = even_batches(plan.global_batch, len(plan.workers))
 
     def figures(worker: PlanWorker) -> tuple[str, ...]:
@@ -162,6 +146,28 @@ def _rows(plan: Plan, even_seconds: Sequence[float]) -> list[tuple[int, int, tup
             f"{worker.weight:.4f}",
         )
 
+    return _by_rank(plan, ("even", "time", "planned", "time", "weight"), figures)
+
+
+def _memory(plan: Plan) -> Table:
+    """The GiB that each rank of a sharded model holds, by kind, beside its card's."""
+    kinds = ("fixed", "parameters", "gradients", "optimizer", "activations", "total", "memory")
+
+    def figures(worker: PlanWorker) -> tuple[str, ...]:
+        share = "-" if worker.share is None else f"{worker.share:.4f}"
+        return share, *(f"{getattr(worker.bytes, kind, 0) / 2**30:.2f}" for kind in kinds)
+
+    return _by_rank(plan, ("share", "fixed", "params", "grads", "state", "acts", "held", "of GiB"), figures)
+
+
+def _by_rank(plan: Plan, titles: Sequence[str], figures: Callable[[PlanWorker], tuple[str, ...]]) -> Table:
+    """The figures of each rank under their titles: many like workers, one after another, share a row."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("worker")
+    for title in titles:
+        table.add_column(title, justify="right")
+
     def kind(worker: PlanWorker) -> tuple[str, tuple[str, ...]]:
         return re.sub(r"-\d+$", "", worker.name), figures(worker)
 
@@ -170,7 +176,14 @@ def _rows(plan: Plan, even_seconds: Sequence[float]) -> list[tuple[int, int, tup
         ranks = [worker.rank for worker in like]
         one_row = len(ranks) >= LIKE_AT_LEAST
         rows += [(ranks[0], ranks[-1], shown)] if one_row else [(rank, rank, shown) for rank in ranks]
-    return rows
+    for first, last, shown in rows[:ROWS_AT_MOST]:
+        names = plan.workers[first].name, plan.workers[last].name
+        label = str(first) if first == last else f"{first}..{last}"
+        table.add_row(label, Text(" .. ".join(dict.fromkeys(names))), *shown)
+    if len(rows) > ROWS_AT_MOST:
+        table.caption = f"(and {len(rows) - ROWS_AT_MOST} more rows; --json prints all workers)"
+        table.caption_justify = "left"
+    return table
 
 
 def show_explanation(found: Explanation, err: bool = False) -> None:

@@ -111,6 +111,22 @@ RINGS = (
     TrainingWay("ddp, planned, int8", "ring", NEARLY, f"{RING}(wire='int8')", INT8),
     TrainingWay("fsdp2, planned", "ring", EXACT, f"{RING}, fully_shard", sharding=Sharding(stage=3)),
 )
+BY_MEMORY = (
+    TrainingWay(
+        "optimizer by memory, planned",
+        "ring",
+        EXACT,
+        f"{RING}, shard_optimizer",
+        sharding=Sharding(stage=1, shares="memory"),
+    ),
+    TrainingWay(
+        "shards by memory, planned",
+        "ring",
+        EXACT,
+        f"{RING}, shard",
+        sharding=Sharding(stage=3, shares="memory"),
+    ),
+)
 STORES = (
     TrainingWay("bsp", "store", EXACT, STORE, RunTable(policy="bsp", codec="plan")),
     TrainingWay(
@@ -153,7 +169,8 @@ def ranked_ways(cluster: Cluster, profiles: Sequence[Profile], pilot: int = PILO
     linked = _linked(cluster, profiles)
     if linked:
         found += _on_fewer(cluster, profiles, left_out)
-    for way in (*(RINGS if linked else ()), *STORES):
+    rings = [*RINGS, *(BY_MEMORY if all(profile.memory for profile in profiles) else ())]
+    for way in (*(rings if linked else ()), *STORES):
         try:
             pace, workers = (
                 _ring(cluster, profiles, way) if way.kind == "ring" else _store(cluster, profiles, way)
@@ -238,7 +255,9 @@ def _of_ring(cluster: Cluster, sharding: Sharding | None = None, run: RunTable =
         for g in cluster.worker
     ]
     sync = cluster.sync if cluster.sync is not None and cluster.sync.kind == "ring" else SyncCost(kind="ring")
-    sharding = cluster.sharding or sharding if sharding is not None else None
+    if sharding is not None and (given := cluster.sharding) is not None:
+        stage = sharding.stage if sharding.shares == "memory" else given.stage
+        sharding = msgspec.structs.replace(given, stage=stage, shares=sharding.shares)
     return msgspec.structs.replace(cluster, worker=groups, run=run, sync=sync, sharding=sharding)
 
 

@@ -24,7 +24,7 @@ from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import solve_by_milp
-from pyps.solver.milp.model import SolverName, minmax_milp, pieces, time_scale
+from pyps.solver.milp.model import MIB, SolverName, minmax_milp, pieces, time_scale
 from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of, most_at_once, unit_of
 
 MOST_ENUMERATED = 20_000  # batches: some seconds
@@ -162,7 +162,10 @@ def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:
             slope.append(a / scale)
     in_time = np.array(intercept) + cp.multiply(np.array(slope), b[np.array(owner)]) <= t
     all_done, under, over = problem.global_batch <= cp.sum(b), b <= most, b >= low
-    program = cp.Problem(cp.Minimize(t), [in_time, all_done, under, over])
+    within = [in_time, all_done, under, over]
+    if (pool := problem.pool) is not None:
+        within.append(pool.each[used] / MIB @ b <= pool.at_most / MIB)
+    program = cp.Problem(cp.Minimize(t), within)
     program.solve(solver=cp.SCIPY)
     if program.status != cp.OPTIMAL:
         raise PypsError(f"cvxpy ended without an optimum: {program.status}")

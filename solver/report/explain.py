@@ -7,17 +7,19 @@ for small changes, as long as the same workers stay in use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pyps.formats import Plan
+from pyps.formats import Plan, PlanWorker
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact.minmax import Problem, rounded
+from pyps.solver.memory import GIB, worth_of_memory
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
 from pyps.solver.ranks import PlannedRank
 from pyps.solver.report.warnings import barred
+from pyps.solver.shards import with_shares
 
 NEGLIGIBLE = 1e-3  # of the iteration: smaller prices and waits are rounding errors
 NAMED_AT_MOST = 4
@@ -45,11 +47,15 @@ class GroupExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Groups in rank order; the seconds that one more sample in the global batch costs; the verdict."""
+    """Groups in rank order; the seconds that one more sample in the global batch costs; the verdict.
+
+    seconds_saved_per_gib: of memory, on each card of a group, by its name; "": for all cards together.
+    """
 
     groups: list[GroupExplanation]
     seconds_per_sample: float
     verdict: str
+    seconds_saved_per_gib: dict[str, float]
 
 
 def explain(plan: Plan, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Explanation:
@@ -61,7 +67,12 @@ def explain(plan: Plan, ranks: Sequence[PlannedRank], constrained: ConstrainedPr
     else:
         priced = ShadowPrices(plan.iteration_seconds, 0.0, np.zeros(n), np.zeros(n), np.zeros(n))
     groups = _groups(plan, ranks, constrained.problem, priced)
-    return Explanation(groups, priced.per_sample, _verdict(plan, groups, priced, constrained))
+    verdict, worth = _verdict(plan, groups, priced, constrained), dict[str, float]()
+    if constrained.minimises_iteration and all(rank.card is not None for rank in ranks):
+        worth = worth_of_memory(ranks, constrained)
+        cards = with_shares(plan.workers, [rank.card for rank in ranks])
+        verdict += _memory_sentence(plan, worth, cards)
+    return Explanation(groups, priced.per_sample, verdict, worth)
 
 
 def _groups(
@@ -130,8 +141,22 @@ def _verdict(
     if priced.per_sample > 0:
         sentences.append(f"One more {one} in the global batch costs {_ms(priced.per_sample)}.")
     searched = constrained.may_meet or not constrained.minimises_iteration
+    if constrained.problem.pool is not None:
+        return " ".join([*sentences, "No split computes faster; the ring carries what the shares say."])
     sentences.append(_bound_sentence(plan, searched))
     return " ".join(sentences)
+
+
+def _memory_sentence(plan: Plan, worth: Mapping[str, float], workers: Sequence[PlanWorker]) -> str:
+    """Say whose memory binds, and what one more GiB is worth. worth: by group; "": for all together."""
+    free = sum(w.bytes.memory - w.bytes.total for w in workers if w.bytes is not None) / GIB
+    saves = {name: x for name, x in worth.items() if x > NEGLIGIBLE * plan.iteration_seconds}
+    if not saves:
+        return f" More memory would save no time: {free:.3g} GiB are free."
+    binds = "All memory together" if "" in saves else "The memory of " + " and of ".join(saves)
+    most = sorted((name for name in saves if name), key=lambda name: -saves[name])[:NAMED_AT_MOST]
+    gains = ", ".join(f"{_ms(saves[name])} on each card of {name}" for name in most)
+    return f" {binds} binds: one more GiB saves {gains or _ms(saves[''])}."
 
 
 def _bound_sentences(groups: Sequence[GroupExplanation], unit: str) -> list[str]:

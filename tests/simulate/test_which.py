@@ -6,12 +6,24 @@ import msgspec
 import pytest
 
 from pyps.errors import InputError
-from pyps.formats import Cluster, Device, GoodputInfo, Job, ModelInfo, Point, Profile, WorkerGroup
+from pyps.formats import (
+    Cluster,
+    Device,
+    GoodputInfo,
+    Job,
+    Memory,
+    ModelInfo,
+    Point,
+    Profile,
+    Sharding,
+    WorkerGroup,
+)
 from pyps.profiler import select_fit
 from pyps.simulate.which import Ranked, Ranking, after_pilot, ranked_ways
 
 FAST_LINK, SLOW_LINK = 1e11, 2e7
 PARAMETERS = 1_000_000
+AMPLE = Memory(fixed_bytes=17 * PARAMETERS, bytes_per_sample=1e4, budget_bytes=10**9)
 SLOWER = (1.0, 1.0, 4.0)
 
 
@@ -105,3 +117,23 @@ def test_a_cluster_in_tokens_is_refused() -> None:
     job = msgspec.structs.replace(given.job, unit="tokens")
     with pytest.raises(InputError, match="samples"):
         ranked_ways(msgspec.structs.replace(given, job=job), PROFILES)
+
+
+def test_memory_by_card_makes_a_way_feasible() -> None:
+    """Half of the model's state is more than the small card holds, and all of it more than either."""
+    cards = []
+    for budget, slower in ((13, 1.0), (9, 3.0)):
+        memory = Memory(fixed_bytes=17 * PARAMETERS, bytes_per_sample=1e4, budget_bytes=budget * PARAMETERS)
+        one = profile(slower)
+        model = msgspec.structs.replace(one.model, optimizer="AdamW")
+        cards.append(msgspec.structs.replace(one, memory=memory, model=model))
+    given = msgspec.structs.replace(cluster(FAST_LINK), worker=cluster(FAST_LINK).worker[:2])
+    found = ranked_ways(given, cards)
+    assert [one.name for one in found.ways] == ["shards by memory, planned"]
+    assert "no memory" in found.left_out["fsdp2, planned"]
+    assert set(found.left_out) > {"ddp, planned", "bsp", "optimizer by memory, planned"}
+    ample = [msgspec.structs.replace(one, memory=AMPLE) for one in cards]
+    sharded = msgspec.structs.replace(given, sharding=Sharding(stage=1, shares="memory"))
+    assert {"fsdp2, planned", "optimizer by memory, planned", "ddp, planned"} < set(
+        named(ranked_ways(sharded, ample))
+    )

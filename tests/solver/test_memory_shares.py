@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,10 @@ from pyps.formats import (
 )
 from pyps.solver.costs import Costs, Line
 from pyps.solver.exact.minmax import NotAlike, Pool, Problem, at_index, solve, times
+from pyps.solver.memory import GIB, STEPS, with_memory
 from pyps.solver.plan import make_plan
+from pyps.solver.planner import Planner
+from pyps.solver.report.explain import Explanation
 from pyps.solver.shards import Card, ModelState, with_shares
 
 PARAMETERS = 1_000_000
@@ -264,3 +268,91 @@ def test_a_plan_whose_shares_are_not_the_whole_is_refused(shares: tuple[float, f
     ]
     with pytest.raises(InputError, match=r"workers\.share"):
         check_plan("plan.json", msgspec.structs.replace(made, workers=workers))
+
+
+def test_a_ring_carries_all_but_the_least_share() -> None:
+    profiles = [profile(0.001, 24), profile(0.003, 12)]
+    made = make_plan(cluster(8, 2), profiles)
+    equal = make_plan(cluster(8, 2, Sharding(stage=3, whole=0.0)), [profile(0.001, 24), profile(0.003, 24)])
+    assert made.sync is not None
+    assert equal.sync is not None
+    assert made.sync.seconds == pytest.approx(equal.sync.seconds * (1 - min(shares_of(made))) / 0.5)
+    assert made.lower_bound_seconds <= made.iteration_seconds
+
+
+def with_way(given: Cluster, profiles: list[Profile], way: str) -> tuple[Cluster, list[Profile]]:
+    """The cluster with a change that a refusal proposes."""
+    assert given.sharding is not None
+    if found := re.fullmatch(r"give ('g(\d)'|every card) (\S+) GiB more memory", way):
+        those = [int(found[2])] if found[2] else range(len(profiles))
+        return with_memory(given, profiles, those, round(float(found[3]) * GIB))
+    if found := re.fullmatch(r"set global_batch to (\d+)", way):
+        return msgspec.structs.replace(given, job=Job(global_batch=int(found[1]))), profiles
+    found = re.fullmatch(r'set sharding\.(stage|shares) to "?(\w+)"?', way)
+    assert found is not None, way
+    value: Any = int(found[2]) if found[1] == "stage" else found[2]
+    sharding = msgspec.structs.replace(given.sharding, **{found[1]: value})
+    return msgspec.structs.replace(given, sharding=sharding), profiles
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_a_refusal_proposes_helps_and_is_the_least(seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    count, shares = int(luck.integers(1, 4)), str(luck.choice(["memory", "memory", "equal"]))
+    billion, profiles = 1000, []
+    for _ in range(count):
+        budget, sample = int(luck.integers(4, 20)), float(luck.integers(2, 9)) * 1e8
+        one = profile(float(luck.uniform(0.001, 0.01)), budget * billion, sample, 17 * billion)
+        model = msgspec.structs.replace(one.model, parameters=billion * PARAMETERS)
+        profiles.append(msgspec.structs.replace(one, model=model))
+    sharding = Sharding(stage=int(luck.integers(1, 4)), shares=shares, whole=0.0)  # type: ignore[arg-type]
+    given = cluster(int(luck.integers(4, 90)), count, sharding)
+    try:
+        make_plan(given, profiles)
+        return
+    except Infeasible as refusal:
+        ways = refusal.nearest.split(" or ") if refusal.nearest else []
+    assert ways
+    for way in ways:
+        make_plan(*with_way(given, profiles, way))
+        if found := re.fullmatch(r"(give (?:'g\d'|every card)) (\S+) GiB more memory", way):
+            less = f"{found[1]} {float(found[2]) - 1 / STEPS:.6g} GiB more memory"
+        elif found := re.fullmatch(r"set global_batch to (\d+)", way):
+            less = f"set global_batch to {int(found[1]) + 1}"
+        else:
+            continue
+        with pytest.raises(Infeasible):
+            make_plan(*with_way(given, profiles, less))
+
+
+def test_a_refusal_of_a_sharded_model_proposes_no_worker_to_leave_out() -> None:
+    with pytest.raises(Infeasible, match=r"'g1' has no memory for a batch of 1; give 'g1'") as refusal:
+        make_plan(cluster(8, 2), [profile(0.001, 90), profile(0.001, 2)])
+    assert "require" not in str(refusal.value)
+
+
+def explained(B: int, profiles: list[Profile]) -> Explanation:
+    return Planner(cluster(B, len(profiles)), profiles).explain()
+
+
+def test_an_explanation_says_whose_memory_binds_and_what_a_gib_is_worth() -> None:
+    ample = explained(8, [profile(0.001, 90), profile(0.003, 90)])
+    assert "More memory would save no time" in ample.verdict
+    assert set(ample.seconds_saved_per_gib) == {"", "g0", "g1"}
+    assert not any(ample.seconds_saved_per_gib.values())
+    one = explained(30, [profile(0.001, 12), profile(0.003, 60)])  # the fast card is full
+    assert "The memory of g0 binds" in one.verdict
+    full = make_plan(cluster(30, 2), [profile(0.001, 12), profile(0.003, 60)])
+    given = with_memory(cluster(30, 2), [profile(0.001, 12), profile(0.003, 60)], [0], GIB)
+    more = make_plan(*given)
+    saved = compute_of(full) - compute_of(more)
+    assert one.seconds_saved_per_gib["g0"] == pytest.approx(saved)
+    # The fast card's samples take twice the memory.
+    both = explained(12, [profile(0.001, 20, 2e6), profile(0.004, 20, 1e6)])
+    assert "All memory together binds" in both.verdict
+    assert both.seconds_saved_per_gib["g1"] > 0
+
+
+def compute_of(plan: Plan) -> float:
+    assert plan.sync is not None
+    return plan.iteration_seconds - plan.sync.seconds
