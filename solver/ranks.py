@@ -37,7 +37,7 @@ from pyps.solver.links import (
 from pyps.solver.local_steps import local_groups, round_samples
 from pyps.solver.mode import bits_of, mode_of
 from pyps.solver.motion import Trip
-from pyps.solver.shards import Card, ModelState, check_alike, pool_of, state_of
+from pyps.solver.shards import Card, ModelState, pool_of, states_of
 from pyps.solver.sync import Sync
 from pyps.solver.units import (
     ALL_REDUCE,
@@ -124,10 +124,9 @@ def planned_ranks(
     pairs = zip(profiles, multiples, strict=True)
     profiles = [_steps_once(cluster, at_multiple(profile, each)) for profile, each in pairs]
     parts = cluster.run.accumulation or 1
-    each_group = list(zip(cluster.worker, profiles, strict=True))
-    states = [state_of(cluster, group, profile) for group, profile in each_group]
-    check_alike(cluster, states)
-    of_ranks = [of_one_rank(cluster, group, profile) for group, profile in each_group]
+    states = states_of(cluster, profiles)
+    each_group = zip(cluster.worker, profiles, states, strict=True)
+    of_ranks = [of_one_rank(cluster, group, profile, state) for group, profile, state in each_group]
     at_once = [max_batch_of(group, profile) for group, profile in of_ranks]
     _check_least(cluster, of_ranks)
     if cluster.job.unit == "tokens":  # micro-batches have whole samples, too

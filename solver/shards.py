@@ -67,14 +67,31 @@ class ModelState:
         return sum(self.held(1.0)) - sum(self.held(0.0))
 
 
-def state_of(cluster: Cluster, group: WorkerGroup, profile: Profile) -> ModelState | None:
-    """The state of a group's model as it is sharded; None if it is not.
+def states_of(cluster: Cluster, profiles: Sequence[Profile]) -> list[ModelState | None]:
+    """The state of each group's model as it is sharded; None if it is not.
 
-    Raises InputError where the profile lacks what that needs.
+    profiles: of each. Raises InputError as `_state_of`, and where ranks divide unlike states.
     """
     given = cluster.sharding
     if given is None:
-        return None
+        return [None] * len(profiles)
+    workers = sum(group.count for group in cluster.worker) // given.replicas
+    states = [_state_of(given, g, p, workers) for g, p in zip(cluster.worker, profiles, strict=True)]
+    if given.shares == "memory":
+        check_cluster(CLUSTER_FILE, cluster)
+        k = next((k for k, state in enumerate(states) if state != states[0]), None)
+        if k is not None:
+            found = f"another number, precision or optimizer of parameters than {cluster.worker[0].profile}"
+            expected = 'the same, with sharding.shares = "memory"'
+            raise InputError(cluster.worker[k].profile, "model", found, expected)
+    return list(states)
+
+
+def _state_of(given: Sharding, group: WorkerGroup, profile: Profile, workers: int) -> ModelState:
+    """The state of a group's model. workers: that share it, where they are not nodes.
+
+    Raises InputError where the profile lacks what that needs.
+    """
     if profile.memory is None:
         expected = f"a memory model: with stage = {given.stage} it says what a rank has room for"
         raise InputError(group.profile, "memory", "nothing", expected)
@@ -82,9 +99,7 @@ def state_of(cluster: Cluster, group: WorkerGroup, profile: Profile) -> ModelSta
     if model.parameters is None:
         expected = "the model's number of parameters, for [sharding]"
         raise InputError(group.profile, "model.parameters", "nothing", expected)
-    ranks = group.ranks_each
-    if ranks == 1:
-        ranks = sum(other.count for other in cluster.worker) // given.replicas
+    ranks = workers if group.ranks_each == 1 else group.ranks_each
     each = model.parameter_bytes or BYTES
     trained = model.parameters if model.trained is None else model.trained
     return ModelState(
@@ -122,16 +137,6 @@ def of_shard(profile: Profile, state: ModelState) -> Profile:
     most = profile.max_batch and min(MAX_BATCH, profile.max_batch + more)
     memory = msgspec.structs.replace(memory, fixed_bytes=fixed)
     return msgspec.structs.replace(profile, memory=memory, max_batch=most)
-
-
-def check_alike(cluster: Cluster, states: Sequence[ModelState | None]) -> None:
-    """Raise InputError where ranks divide unlike states, or a cluster that cannot have unlike shares."""
-    for group, state in zip(cluster.worker, states, strict=True):
-        if state is not None and state.share is None and state != states[0]:
-            found = f"another number, precision or optimizer of parameters than {cluster.worker[0].profile}"
-            raise InputError(group.profile, "model", found, 'the same, with sharding.shares = "memory"')
-    if states[0] is not None and states[0].share is None:
-        check_cluster(CLUSTER_FILE, cluster)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pyps.formats import (
     Sharding,
     WorkerGroup,
 )
-from pyps.solver.shards import GATHERED, of_shard, state_of
+from pyps.solver.shards import GATHERED, ModelState, of_shard
 
 ALL_REDUCE, GATHERS = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
 
@@ -69,12 +69,14 @@ def sample_multiple(cluster: Cluster, group: WorkerGroup, profile: Profile) -> i
     return lcm(group.batch_multiple, each) // each
 
 
-def of_one_rank(cluster: Cluster, group: WorkerGroup, profile: Profile) -> tuple[WorkerGroup, Profile]:
+def of_one_rank(
+    cluster: Cluster, group: WorkerGroup, profile: Profile, state: ModelState | None = None
+) -> tuple[WorkerGroup, Profile]:
     """The group and the profile of one of its ranks, in the job's unit, with the memory of a shard.
 
-    Raises InputError where the profile lacks what that needs.
+    state: of a sharded model. Raises InputError where the profile lacks what that needs.
     """
-    if (state := state_of(cluster, group, profile)) is not None:
+    if state is not None:
         profile = of_shard(profile, state)
         group = msgspec.structs.replace(group, required=True)
     if group.parallel == "model" and group.devices > 1:
