@@ -18,10 +18,24 @@ import numpy as np
 from record import kept_at, machine, milliseconds, save_table, seconds_of, table
 
 from pyps.errors import PypsError
+from pyps.formats import (
+    Cluster,
+    Device,
+    Fit,
+    Job,
+    Memory,
+    ModelInfo,
+    Point,
+    Profile,
+    Sharding,
+    SyncCost,
+    WorkerGroup,
+)
 from pyps.solver import Costs, Problem, Table, solve
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.checks import solve_milp
 from pyps.solver.milp.model import SolverName
+from pyps.solver.plan import make_plan
 from pyps.solver.sync import Sync, SyncKind
 
 SAMPLES_A_WORKER = 64
@@ -95,6 +109,38 @@ def with_minima(n: int, bar: float) -> Case:
     return Case("quanta and minima", n, lambda: solve(problem), bar)
 
 
+def in_shares(n: int, bar: float) -> Case:
+    """A whole plan of n unlike cards whose samples take unlike memory: batches and shares of 4 billion."""
+    luck = np.random.default_rng(n)
+    groups, profiles = [], []
+    for k, budget in enumerate(luck.choice([12, 24, 40, 80], n).tolist()):
+        groups.append(WorkerGroup(name=f"g{k}", profile=f"p{k}", bandwidth=1e9))
+        fit = Fit(
+            kind="affine",
+            fixed_seconds=0.01,
+            per_sample_seconds=float(luck.uniform(0.005, 0.05)),
+            trusted_min_batch=1,
+            trusted_max_batch=512,
+        )
+        sample = float(luck.choice([0.3, 0.5, 0.8])) * 1e9
+        memory = Memory(fixed_bytes=65 * 10**9, bytes_per_sample=sample, budget_bytes=budget * 2**30)
+        model = ModelInfo(name="m", parameters=4 * 10**9, optimizer="AdamW")
+        profiles.append(
+            Profile(
+                device=Device(name="d"),
+                model=model,
+                points=[Point(batch=1, seconds=1.0)],
+                fit=fit,
+                memory=memory,
+            )
+        )
+    sharding = Sharding(stage=3, shares="memory")
+    cluster = Cluster(
+        job=Job(global_batch=30 * n), worker=groups, sync=SyncCost(kind="ring"), sharding=sharding
+    )
+    return Case("plan, shares by memory", n, lambda: make_plan(cluster, profiles), bar)
+
+
 def cases() -> list[Case]:
     """The table of times and bars."""
     return [
@@ -106,6 +152,7 @@ def cases() -> list[Case]:
         *(subset(kind, 10_000, 5000.0) for kind in ("ring", "tree", "server")),
         subset("ring", 10_000, 5000.0, slower=100.0),
         with_minima(10_000, 5000.0),
+        *(in_shares(n, 1000.0) for n in (256, 4096)),
         split("lines", 100_000, lines(100_000), 100.0),
         split("knees", 100_000, lines(100_000, knee=True), 100.0),
     ]  # fmt: skip

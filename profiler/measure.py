@@ -123,9 +123,15 @@ def _device_of(stepper: Stepper, throttle: float | None) -> Device:
 
 
 def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInfo:
+    parameters = list(task.model.parameters())
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = sum(p.numel() * p.element_size() for p in parameters)
     return ModelInfo(
         name=name,
-        parameters=sum(p.numel() for p in task.model.parameters()) or None,
+        parameters=count or None,
+        trained=None if trained == count else trained,
+        parameter_bytes=None if size == 4 * count else size / count,
         autocast=options.autocast,  # type: ignore[arg-type]
         accumulate=options.accumulate,
         compiled=options.compile,

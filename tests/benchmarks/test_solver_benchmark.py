@@ -19,6 +19,7 @@ def test_it_runs() -> None:
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert sum(row.startswith(("| lines ", "| knees ")) for row in rows) == 2
     assert sum("quanta and a" in row for row in rows) == 3
+    assert sum("shares by memory" in row for row in rows) == 1
     assert "HiGHS, ms" in done.stdout
     assert "CBC, ms" in done.stdout
     assert rows[-1].startswith("| 1,000 ")

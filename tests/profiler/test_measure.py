@@ -210,6 +210,35 @@ def test_a_task_of_ones_own_with_nested_batches() -> None:
     assert (profile.model.name, profile.max_batch) == ("Net", 64)
 
 
+def test_a_profile_says_what_is_trained_and_in_which_precision() -> None:
+    """A frozen layer in bfloat16 and an adapter: what a sharded plan counts of their state."""
+    frozen, adapter = (
+        torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16),
+        torch.nn.Linear(8, 2, bias=False),
+    )
+    frozen.requires_grad_(requires_grad=False)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.adapter = frozen, adapter
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.adapter(self.frozen(x.bfloat16()).float())
+            return out
+
+    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(batch, 8), torch.zeros(batch, 2)
+
+    model = profile_model(
+        TrainingTask(Net(), make_batch, torch.nn.functional.mse_loss), batches=[1, 2], repeats=1
+    ).model
+    assert (model.parameters, model.trained) == (64 + 16, 16)
+    assert model.parameter_bytes == (64 * 2 + 16 * 4) / 80
+    whole = profile_model("digits_mlp", batches=[1, 2], repeats=1).model
+    assert (whole.trained, whole.parameter_bytes) == (None, None)
+
+
 def test_a_task_that_fails_is_named() -> None:
     good = digits_mlp()
     broken = TrainingTask(good.model, lambda batch: (torch.zeros(batch, 63), torch.zeros(batch)), good.loss)
