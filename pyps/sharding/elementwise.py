@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pyps.errors import InputError
+from pyps.sharding.state import STEP
 
 SIZE = 96  # of the trial's matrix, in rows and columns: more than the 4,096 elements of a block-wise state
 CUT = 3_331  # elements of its first piece, within a row and a block
@@ -75,7 +76,7 @@ def _twin(
     known = next((p for p in group["params"] if optimizer.state.get(p)), None)
     if known is not None:  # made by the constructor, or by earlier steps
         state = optimizer.state[known]
-        twin.state.update({p: {n: _of_size(v, known, p) for n, v in state.items()} for p in params})
+        twin.state.update({p: {n: _of_size(n, v, known, p) for n, v in state.items()} for p in params})
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     vars(twin).update({name: OrderedDict() for name in hooks})
     return twin
@@ -85,8 +86,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _of_size(value: Any, known: torch.Tensor, parameter: torch.Tensor) -> Any:
+def _of_size(name: str, value: Any, known: torch.Tensor, parameter: torch.Tensor) -> Any:
     """Return a copy of a parameter's state; of one with its elements, their first for all of the other's."""
-    if isinstance(value, torch.Tensor) and value.shape == known.shape and value.numel():
+    of_elements = isinstance(value, torch.Tensor) and value.shape == known.shape and name != STEP
+    if of_elements and value.numel():
         return torch.full_like(parameter, value.reshape(-1)[0].item())
     return _copied(value)

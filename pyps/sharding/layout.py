@@ -58,12 +58,11 @@ def _planned(plan: Plan, where: str) -> list[Any]:
     """The shares of a plan's workers with a batch."""
     found: list[Any] = []
     for k, worker in enumerate(plan.workers):
-        share = getattr(worker, "share", None)
-        if worker.batch and share is None:
+        if worker.batch and worker.share is None:
             expected = '[sharding] with shares = "memory" in the cluster file that it is made from'
             raise InputError(where, f"workers[{k}].share", "none", expected)
         if worker.batch:
-            found.append(share)
+            found.append(worker.share)
     return found
 
 

@@ -20,10 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from pyps.errors import InputError
 from pyps.sharding.flat import FlatVector, agree
 from pyps.sharding.layout import boxes
 
 OWNED = "_pyps_owned"  # an attribute of a piece
+OWNER = "_pyps_owner"  # an attribute of a whole parameter
+STEP = "step"  # of an optimizer's state: a number, also of a parameter that is one
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class Owned:
 
     def __post_init__(self) -> None:
         setattr(self.piece, OWNED, self)
+        setattr(self.flat.parameters[self.k], OWNER, self)
 
     @property
     def name(self) -> str:
@@ -47,14 +51,21 @@ class Owned:
         """The shape of the whole parameter."""
         return self.flat.slots[self.k].shape
 
+    def cut_parameter(self, name: str, value: Any) -> Any:
+        """Return this rank's piece of the parameter. Raises InputError for another shape."""
+        if isinstance(value, TensorPart):
+            return value.as_subclass(torch.Tensor)
+        if value.shape != self.shape:
+            raise InputError("state dict", name, f"shape {list(value.shape)}", f"shape {list(self.shape)}")
+        return self.flat.slots[self.k].flat(value)[self.flat.pieces[self.k]]
+
     def cut(self, value: Any) -> Any:
         """Return this rank's piece of a tensor of the parameter's shape, also in a dict; else the value."""
         if isinstance(value, Mapping):
-            return {name: self.cut(one) for name, one in value.items()}
-        if isinstance(value, TensorPart):
-            return value.tensor
-        if isinstance(value, torch.Tensor) and value.shape == self.shape and value.ndim:
-            return self.flat.slots[self.k].flat(value)[self.flat.pieces[self.k]].clone()
+            return {name: one if name == STEP else self.cut(one) for name, one in value.items()}
+        is_whole = isinstance(value, torch.Tensor) and value.shape == self.shape
+        if is_whole or isinstance(value, TensorPart):
+            return self.cut_parameter(self.name, value).clone()
         return value
 
     def is_piece(self, value: Any) -> bool:
@@ -62,47 +73,51 @@ class Owned:
         return isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == self.piece.shape
 
 
-class TensorPart:
-    """This rank's piece of a tensor, as torch.distributed.checkpoint saves and loads it.
+class TensorPart(torch.Tensor):
+    """This rank's piece of a tensor, [elements], as torch.distributed.checkpoint takes it."""
 
-    tensor: [elements of the piece], which is loaded in place. shape: of the whole tensor.
-    """
+    owned: Owned
+    places: dict[torch.Size, torch.Tensor]  # views of it by where they are in the whole tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __init__(self, owned: Owned, tensor: torch.Tensor) -> None:
-        slot = owned.flat.slots[owned.k]
-        self.tensor, self.shape = tensor.detach(), slot.shape
-        self._views: dict[torch.Size, torch.Tensor] = {}
+    @staticmethod
+    def of(owned: Owned, piece: torch.Tensor) -> TensorPart:
+        """Return a piece of the parameter, or of a state that has its shape."""
+        slot, plain = owned.flat.slots[owned.k], piece.detach()
+        part: TensorPart = plain.as_subclass(TensorPart)
+        part.owned, part.places = owned, {}
         first, back = 0, sorted(range(len(slot.order)), key=slot.order.__getitem__)
         for offsets, sizes in boxes(slot.in_memory, owned.flat.pieces[owned.k]):
             count = prod(sizes)
-            view = self.tensor[first : first + count].view(sizes).permute(back)
-            self._views[torch.Size(offsets[k] for k in back)] = view
+            view = plain[first : first + count].view(sizes).permute(back)
+            part.places[torch.Size(offsets[k] for k in back)] = view
             first += count
+        return part
 
-    def __repr__(self) -> str:
-        return f"TensorPart({len(self.tensor)} elements of a tensor of shape {list(self.shape)})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TensorPart({self.numel()} elements of a tensor of shape {list(self.size())})"
 
-    def size(self) -> torch.Size:
+    def size(self) -> torch.Size:  # type: ignore[override]
         """Return the shape of the whole tensor."""
-        return self.shape
+        return self.owned.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(place, view.shape) for place, view in self._views.items()]
+        return [ChunkStorageMetadata(place, view.shape) for place, view in self.places.items()]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.tensor)
+        properties = TensorProperties.create_from_tensor(self)
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
-        return self._views[index.offset]
+        return self.places[index.offset]
 
 
 def owned_of(piece: torch.Tensor) -> Owned | None:
@@ -114,9 +129,13 @@ def parts_of(state: dict[str, Any], owned: Mapping[int, Owned]) -> dict[str, Any
     """Return an optimizer's state dict with TensorParts in place of tensors that belong to a piece."""
 
     def part(one: Owned, value: Any) -> Any:
-        return TensorPart(one, value) if one.is_piece(value) else value
+        return TensorPart.of(one, value) if one.is_piece(value) else value
 
-    return _replaced(state, owned, part)
+    found = {
+        k: {name: part(owned[k], value) for name, value in values.items()} if k in owned else values
+        for k, values in state["state"].items()
+    }
+    return {**state, "state": found}
 
 
 def whole_of(state: dict[str, Any], owned: Mapping[int, Owned], to: int | None = None) -> dict[str, Any]:
@@ -139,7 +158,7 @@ def whole_of(state: dict[str, Any], owned: Mapping[int, Owned], to: int | None =
         of_flat = {k: one for k, one in owned.items() if one.flat is flat}
         for name, dtype in sorted({kind for k in of_flat for kind in kinds[k].items()}):
             pieces = {of_flat[k].k: state["state"][k][name] for k in of_flat if kinds[k].get(name) == dtype}
-            found = gathered(flat, pieces)
+            found = gathered_wholes(flat, pieces)
             for k, one in of_flat.items():
                 if one.k in pieces and to in (None, flat.rank):
                     wholes[k, name] = found(one.k)
@@ -154,7 +173,7 @@ def whole_of(state: dict[str, Any], owned: Mapping[int, Owned], to: int | None =
     return state
 
 
-def gathered(flat: FlatVector, pieces: Mapping[int, torch.Tensor]) -> Callable[[int], torch.Tensor]:
+def gathered_wholes(flat: FlatVector, pieces: Mapping[int, torch.Tensor]) -> Callable[[int], torch.Tensor]:
     """Gather a vector from the pieces of all ranks: what gives the whole tensor of a number, on the CPU."""
     first = next(iter(pieces.values()))
     vector = torch.zeros(flat.layout.count, dtype=first.dtype, device=first.device)
@@ -165,17 +184,7 @@ def gathered(flat: FlatVector, pieces: Mapping[int, torch.Tensor]) -> Callable[[
     return lambda k: flat.slots[k].shaped(vector[flat.places[k]]).cpu().clone()
 
 
-def _replaced(
-    state: dict[str, Any], owned: Mapping[int, Owned], new: Callable[[Owned, Any], Any]
-) -> dict[str, Any]:
-    """Return a state dict whose values of owned parameters went through a function."""
-    found = {
-        k: {name: new(owned[k], value) for name, value in values.items()} if k in owned else values
-        for k, values in state["state"].items()
-    }
-    return {**state, "state": found}
-
-
 def cut_state(state: dict[str, Any], owned: Mapping[int, Owned]) -> dict[str, Any]:
     """Return a whole optimizer's state dict, or one of TensorParts, with this rank's pieces."""
-    return _replaced(state, owned, lambda one, value: one.cut(value))
+    found = {k: owned[k].cut(values) if k in owned else values for k, values in state["state"].items()}
+    return {**state, "state": found}

@@ -3,7 +3,7 @@
 model, loader, step = uneven(model, dataset, 256, optimizer=optimizer)
 """
 
-from pyps.sharding.optimizer import shard_optimizer
+from pyps.sharding import shard, shard_optimizer
 from pyps.solver.online.decide import SplitChange
 from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
@@ -40,6 +40,7 @@ __all__ = [
     "check_gradient",
     "load",
     "save",
+    "shard",
     "shard_optimizer",
     "to_sink",
     "uneven",

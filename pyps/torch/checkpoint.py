@@ -41,6 +41,7 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
+from pyps.sharding.modules import unit_of
 from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
@@ -239,6 +240,9 @@ def _refuse_divided(model: torch.nn.Module) -> None:
     """Raise InputError where DDP has parts of parameters, which have the same name on each of the ranks."""
     while (inner := getattr(model, "_orig_mod", None)) is not None:
         model = inner
+    if unit_of(model) is not None:
+        expected = "torch.distributed.checkpoint, with pyps.sharding.part_state_dict()"
+        raise InputError("pyps.torch.save", "model", "one that went through shard()", expected)
     if any(is_divided(parameter) for parameter in parameters_of(model)):
         found = "a tensor-parallel one in DistributedDataParallel"
         raise InputError("pyps.torch.save", "model", found, "one that went through fully_shard")

@@ -74,17 +74,6 @@ class ShardedModules:
         self._model.set_reshard_after_backward(last)
         self._model.set_requires_gradient_sync(last)
 
-    def forget_gradients(self) -> None:
-        """Drop gradients that are not reduced, and whole parameters: model.zero_grad() would see these, and
-        not the shards.
-        """
-        for group in self._groups:
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
-            group.reshard()
-
     def check_divisor(self, ranks: int) -> None:
         """Raise InputError if a script lets gradients be divided by another number than that of ranks."""
         factors = {group.gradient_divide_factor for group in self._groups} - {None, ranks}

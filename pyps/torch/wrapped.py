@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
+from pyps.sharding.modules import unit_of
 from pyps.torch.peers import is_divided, parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
@@ -244,9 +245,13 @@ def _wrapped(model: torch.nn.Module) -> Wrapped:
     plain = getattr(model, "_orig_mod", model)
     if isinstance(plain, DistributedDataParallel):
         return WrappedDDP(plain)
+    if unit_of(plain) is not None:
+        from pyps.sharding.mean import WrappedShards
+
+        return WrappedShards(plain)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
     if fsdp is None or not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
-        expected = "a DistributedDataParallel, or what fully_shard gives"
+        expected = "a DistributedDataParallel, or what fully_shard or shard gives"
         raise InputError("GlobalMean", "model", type(plain).__name__, expected)
     from pyps.torch.fsdp_shards import ShardedModel
 

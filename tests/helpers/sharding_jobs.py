@@ -13,13 +13,28 @@ import torch.distributed as dist
 from ddp_tools import flat, mine, numbers, off
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import pyps.torch
 from pyps.errors import InputError
+from pyps.sharding import gathered, load_state_dict, part_state_dict, whole_state_dict
+from pyps.sharding.modules import run_of
 from pyps.torch import GlobalMean
 
 BATCHES = {2: [8, 4], 3: [7, 4, 1], 4: [5, 4, 2, 1]}
 STEPS, ROWS = 20, 12
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and what is trained beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(9, 2, bias=False), nn.Linear(2, 9, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
 class Net(nn.Module):
@@ -32,23 +47,42 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 9)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3))
         self.last = nn.Linear(9, 4)
-        self.norm = nn.LayerNorm(9)
-        if kind == "tied":
+        self.norm, self.scale = nn.LayerNorm(9), nn.Parameter(torch.tensor(1.5))
+        if kind == "tied":  # two blocks, and a block and the root
             self.blocks[2][0].weight = self.blocks[0][0].weight
-            self.down = nn.Linear(9, 8, bias=False)
-            self.down.weight = nn.Parameter(self.first.weight.detach().clone().T.contiguous())
-            self.first.weight = nn.Parameter(self.down.weight.detach().T.contiguous())
+            self.middle = nn.Linear(9, 9)
+            self.middle.weight = self.blocks[1][0].weight
         if kind == "unused":
             self.unused = nn.Linear(3, 3)
+        if kind == "nested":
+            inner = nn.Sequential(nn.Linear(9, 9), nn.Tanh())
+            self.blocks[0] = nn.Sequential(nn.Linear(9, 9), inner)
+        if kind == "lora":
+            self.requires_grad_(False)
+            for block in self.blocks:
+                block[0] = Lora(block[0])
         if kind == "frozen":
             self.blocks[1].requires_grad_(False)
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        if self.kind == "checkpoint over blocks":
+            return self.last(self.norm(checkpoint(self._in_blocks, x, use_reentrant=False))) * self.scale
+        x = self._in_blocks(x)
+        if self.kind == "tied":
+            x = torch.tanh(self.middle(x))
+        return self.last(self.norm(x)) * self.scale
+
+    def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x)
-        return self.last(self.norm(x))
+            if self.kind in ("checkpoint", "reentrant checkpoint"):
+                x = x + checkpoint(block, x, use_reentrant=self.kind != "checkpoint")
+            else:
+                x = x + block(x)
+            if self.kind == "shared block":
+                x = x + self.blocks[0](x)
+        return x
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -316,3 +350,312 @@ def kept(group: dist.ProcessGroup, folder: str, shares: list[float], steps: int,
         one.zero_grad()
     pyps.torch.save(folder, model, one, step=steps, group=group)
     return flat(model.parameters()).tolist()
+
+
+def sharded(
+    model: Any, shares: list[float], group: dist.ProcessGroup, inner: str = "blocks", **options: Any
+) -> Any:
+    """Shard the blocks of a Net, then the Net; of a nested one layers within blocks before."""
+    if model.kind == "nested":
+        pyps.torch.shard(model.blocks[0][1][0], shares, group, **options)
+    for block in getattr(model, inner):
+        pyps.torch.shard(block, shares, group, **options)
+    return pyps.torch.shard(model, shares, group, **options)
+
+
+def module_steps(
+    group: dist.ProcessGroup,
+    shares: list[float],
+    kind: str = "plain",
+    optimizer: str = "AdamW",
+    prefetch: bool = True,
+) -> dict[str, float]:
+    """Return how far shard()'s run is from one process, in parameters and in the whole states."""
+    torch.manual_seed(dist.get_rank())  # ranks begin as the first one
+    model = sharded(Net(kind), shares, group, prefetch=prefetch)
+    one = OPTIMIZERS[optimizer](groups(model))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(one, STEPS)
+    mean = GlobalMean(model)
+    for step in range(STEPS):
+        x, y = batch(step, group)
+        mean.backward(nn.functional.mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        one.step()
+        one.zero_grad()
+        schedule.step()
+    right, whole = one_process(kind, optimizer)
+    found = whole_state_dict(model)
+    plain = Net(kind)
+    plain.load_state_dict(found)
+    return {
+        "parameters": off(flat(plain.parameters()), right),
+        "state": _states_apart(whole_state_dict(one), whole.state_dict()),
+    }
+
+
+def micro_batches(group: dist.ProcessGroup, shares: list[float], parts: list[int]) -> dict[str, float]:
+    """Return how far a run in micro-batches, of unlike numbers on the ranks, is from one process."""
+    model = sharded(Net(), shares, group)
+    one = OPTIMIZERS["AdamW"](groups(model))
+    mean = GlobalMean(model)
+    for step in range(3):
+        for x, y in mean.accumulate(batch(step, group), parts):
+            mean.backward(nn.functional.mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        one.step()
+        one.zero_grad()
+    right = Net()
+    other = OPTIMIZERS["AdamW"](groups(right))
+    for step in range(3):
+        nn.functional.mse_loss(right(numbers(step, ROWS, torch.float64)[0]), _targets(step)).backward()
+        nn.utils.clip_grad_norm_(right.parameters(), 0.5)
+        other.step()
+        other.zero_grad()
+    return {"parameters": off(_whole(model), flat(right.parameters()))}
+
+
+def _targets(step: int) -> torch.Tensor:
+    return numbers(step, ROWS, torch.float64)[1]
+
+
+def _whole(model: nn.Module) -> torch.Tensor:
+    with gathered(model):
+        return flat(model.parameters())
+
+
+def several_passes(group: dist.ProcessGroup) -> dict[str, float]:
+    """Return how far gradients are off: of two passes before two backward passes, of two backward passes of
+    one graph, and of passes that add up.
+    """
+    found = {}
+    x, y = numbers(0, ROWS, torch.float64)
+    for name in ("two forward passes", "a graph kept", "passes that add up"):
+        gradients = []
+        for is_sharded in (True, False):
+            model = Net()
+            if is_sharded:
+                sharded(model, [0.6, 0.4], group)
+            if name == "two forward passes":
+                losses = [nn.functional.mse_loss(model(x * k), y) for k in (1, 2)]
+                for loss in losses:
+                    loss.backward()
+            elif name == "a graph kept":
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward(retain_graph=True)
+                loss.backward()
+            else:
+                for k in (1, 2):
+                    nn.functional.mse_loss(model(x * k), y).backward()
+            norms = [p.grad.norm() for p in model.parameters()]
+            gradients.append(torch.stack([*norms, nn.utils.clip_grad_norm_(model.parameters(), 1e9)]))
+        found[name] = off(*gradients)
+    return found
+
+
+def norms(group: dist.ProcessGroup) -> dict[str, float]:
+    """Return how far norms of orders are off, of all gradients and of each one's detached data."""
+    x, y = numbers(0, ROWS, torch.float64)
+    found: dict[str, list[torch.Tensor]] = {}
+    for is_sharded in (True, False):
+        model = Net()
+        if is_sharded:
+            sharded(model, [0.6, 0.4, 0][: group.size()], group)
+        nn.functional.mse_loss(model(x), y).backward()
+        for order in (1.0, 2.0, 3.0, float("inf")):
+            total = nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=order)
+            found.setdefault(str(order), []).append(total)
+        detached = [p.grad.detach().norm(2) for p in model.parameters()]
+        found.setdefault("detached", []).append(torch.stack(detached))
+        before = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        found.setdefault("clipped", []).append(nn.utils.clip_grad_norm_(model.parameters(), 1e9) / before)
+    return {name: off(*pair) for name, pair in found.items()}
+
+
+def scaler_on_owners(group: dist.ProcessGroup, shares: list[float]) -> list[float]:
+    """Return the scales of a GradScaler: at step 1 an element of one rank's piece alone is infinite."""
+    model = sharded(Net().float(), shares, group)
+    one = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    for step in range(3):
+        x, y = numbers(step, ROWS)
+        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+        if step == 1:
+            for p in model.parameters():
+                if shares[group.rank()] == max(shares) and p.grad.numel():
+                    p.grad[0] = float("inf")
+                    break
+        scaler.step(one)
+        scaler.update()
+        one.zero_grad()
+        scales.append(scaler.get_scale())
+    return [*scales, float(_whole(model).isfinite().all())]
+
+
+def precision(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the types of a run in bf16 with parts in float32, and how far its gradient is off."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    seen: list[torch.dtype] = []
+    model = Net().float()
+    model.blocks[0].register_forward_hook(
+        lambda _, args, out: seen.extend([args[0].dtype, model.blocks[0][0].weight.dtype])
+    )
+    for block in model.blocks:
+        pyps.torch.shard(block, [0.6, 0.4], group, mp_policy=MixedPrecisionPolicy(**low))
+    policy = MixedPrecisionPolicy(output_dtype=torch.float32, **low)
+    pyps.torch.shard(model, [0.6, 0.4], group, mp_policy=policy)
+    x, y = numbers(0, ROWS)
+    output = model(x)
+    nn.functional.mse_loss(output, y).backward()
+    seen += [
+        output.dtype,
+        *{p.grad.dtype for p in model.parameters()},
+        *{p.dtype for p in model.parameters()},
+    ]
+    right = Net().float()
+    nn.functional.mse_loss(right(x), y).backward()
+    pair = [torch.stack([p.grad.norm() for p in one.parameters()]) for one in (model, right)]
+    return {"types": [str(one) for one in seen], "off": off(*pair)}
+
+
+def held_bytes(group: dist.ProcessGroup, shares: list[float]) -> dict[str, float]:
+    """Return this rank's bytes between steps, in proportion to one process: parameters, gradients, states."""
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    for block in model:
+        pyps.torch.shard(block, shares, group)
+    pyps.torch.shard(model, shares, group)
+    one = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    one.step()
+    whole = sum(vector.layout.count for vector in run_of(model).vectors) * 4
+
+    def nbytes(tensors: Any) -> float:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values()) / whole
+
+    states = [value for values in one.state.values() for value in values.values() if value.ndim]
+    return {
+        "parameters": nbytes(model.parameters()),
+        "gradients": nbytes(p.grad for p in model.parameters()),
+        "states": nbytes(states) / 2,
+        "gathered": nbytes(vector.vector for vector in run_of(model).vectors),
+    }
+
+
+def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return what is said of what does not fit, on this rank."""
+    rank, found = group.rank(), dict[str, str]()
+    x, y = numbers(0, ROWS, torch.float64)
+
+    def said(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except InputError as error:
+            found[name] = str(error)
+
+    class Reads(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(super().forward(x), self.blocks[0][0].weight[:, :4])
+
+    class Skips(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for k, block in enumerate(self.blocks):
+                x = x if k == 1 and rank == 1 else x + block(x)
+            return self.last(self.norm(x))
+
+    class Hides(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return _Box(super().forward(x))
+
+    options = {"timeout": 3.0}
+    said("reads", lambda: sharded(Reads(), [0.5, 0.5], group, **options)(x))
+    said("skips", lambda: sharded(Skips(), [0.5, 0.5], group, **options)(x))
+    said("hides", lambda: sharded(Hides(), [0.5, 0.5], group, **options)(x))
+    model = sharded(Net(), [0.5, 0.5], group, **options)
+    said("another pass", lambda: model(x) if rank else gathered(model).__enter__())
+    said("unlike shares", lambda: sharded(Net(), [[0.5, 0.5], [0.6, 0.4]][rank], group)(x))
+    said("twice", lambda: pyps.torch.shard(model, [0.5, 0.5], group))
+    said("saved", lambda: pyps.torch.save("/dev/null/none", model, step=1, group=group))
+    other = sharded(Net(), [0.5, 0.5], group)
+    said("assigned", lambda: other.load_state_dict(Net().state_dict(), assign=True))
+    state = Net().state_dict() | {"first.weight": torch.ones(3)}
+    said("another shape", lambda: other.load_state_dict(state))
+    said("moved", lambda: other.float()(x))
+    said("gathered", lambda: gathered(Net()).__enter__())
+    norm = sharded(Net(), [0.5, 0.5], group)
+    nn.functional.mse_loss(norm(x), y).backward()
+    said("norm by rows", lambda: next(norm.parameters()).grad.norm(dim=0))
+    lonely = sharded(Net(), [0.5, 0.5], group, **options)
+    lonely(x)
+    if rank == 1:
+        said("alone", lambda: lonely(x))
+    return found
+
+
+class _Box:
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+
+def without_gradients(group: dist.ProcessGroup) -> float:
+    """Return how far outputs without gradients are off: in step, and alone within gathered()."""
+    x, _ = numbers(0, ROWS, torch.float64)
+    model, right = sharded(Net(), [0.7, 0.3], group), Net()
+    with torch.no_grad():
+        outputs = [model(x), model(x)]
+        with gathered(model):
+            outputs += [model(x) for _ in range(1 + group.rank())]
+            names = set(model.state_dict()) == set(right.state_dict())
+            outputs.append(model.state_dict()["first.weight"] @ x.T)
+        assert names
+        wanted = [right(x)] * (3 + group.rank()) + [right.first.weight @ x.T]
+    return off(flat(outputs), flat(wanted))
+
+
+def _made(kind: str, group: dist.ProcessGroup, shares: list[float]) -> tuple[Any, torch.optim.Optimizer]:
+    """A model in a stage, and its optimizer."""
+    if kind == "shard":
+        model: Any = sharded(Net(), shares, group)
+        return model, OPTIMIZERS["AdamW"](groups(model))
+    model = Net()
+    one = OPTIMIZERS["AdamW"](groups(model))
+    if kind == "shard_optimizer":
+        pyps.torch.shard_optimizer(one, shares, group)
+    return model, one
+
+
+def through_checkpoint(
+    group: dist.ProcessGroup, folder: str, kind: str, shares: list[float], steps: list[int]
+) -> list[float]:
+    """Train between two steps in a stage, from a checkpoint of torch's and to one: the whole parameters."""
+    from torch.distributed import checkpoint as dcp
+
+    model, one = _made(kind, group, shares)
+    is_plain = kind == "plain"
+
+    def parts() -> dict[str, Any]:
+        optimizer = one.state_dict() if is_plain else part_state_dict(one)
+        return {"model": model.state_dict(), "optimizer": optimizer}
+
+    if steps[0]:
+        if is_plain:
+            _step(model, one, 0)  # makes a state, to load into
+        state = parts()
+        dcp.load(state, checkpoint_id=f"{folder}/{steps[0]}", process_group=group)
+        load_state_dict(model, state["model"]) if not is_plain else model.load_state_dict(state["model"])
+        one.load_state_dict(state["optimizer"]) if is_plain else load_state_dict(one, state["optimizer"])
+    for step in range(*steps):
+        _step(model, one, step)
+    dcp.save(parts(), checkpoint_id=f"{folder}/{steps[1]}", process_group=group)
+    return (_whole(model) if kind == "shard" else flat(model.parameters())).tolist()
+
+
+def _step(model: nn.Module, one: torch.optim.Optimizer, step: int) -> None:
+    """All ranks have all samples."""
+    x, y = numbers(step, ROWS, torch.float64)
+    nn.functional.mse_loss(model(x), y).backward()
+    one.step()
+    one.zero_grad()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from run_tools import make_plan
 
 from pyps.errors import InputError
@@ -112,6 +113,16 @@ def test_a_plan_without_shares_says_what_to_write(tmp_path: Path) -> None:
     ) as caught:
         read_shares(path, 2)
     assert str(path) in str(caught.value)
+
+
+def test_a_plan_with_shares(tmp_path: Path) -> None:
+    plan = make_plan()
+    shares = [1 / (k + 2) for k in range(len(plan.workers))]
+    shares = [share / sum(shares) for share in shares]
+    workers = [replace(worker, share=s) for worker, s in zip(plan.workers, shares, strict=True)]
+    write_json(tmp_path / "plan.json", replace(plan, workers=workers))
+    assert read_shares(tmp_path / "plan.json", len(shares)) == tuple(shares)
+    assert read_shares(replace(plan, workers=workers), len(shares)) == tuple(shares)
 
 
 def test_a_layout_holds_all_elements() -> None:
