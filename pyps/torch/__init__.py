@@ -9,15 +9,13 @@ from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.compose import UnevenStep, uneven
-from pyps.torch.cost_sampler import UnevenCostSampler
 from pyps.torch.decisions import Moves, RankState
 from pyps.torch.global_mean import GlobalMean
-from pyps.torch.groups import UnevenGroupSampler
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.noise import GradientNoise
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.rebalance import Rebalancer, to_sink
-from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.sampler import UnevenBatchSampler, UnevenCostSampler, UnevenGroupSampler
 from pyps.torch.stream import UnevenIterableDataset
 
 __all__ = [

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from pyps.errors import InputError
 from pyps.formats.files import write_bytes
 from pyps.torch.global_mean import GlobalMean
-from pyps.torch.groups import UnevenGroupSampler, least_groups
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
-from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.sampler import UnevenBatchSampler, UnevenGroupSampler, least_groups
 from pyps.worker.packing import for_file, from_file
 from pyps.worker.sampling import MAX_SEED
 

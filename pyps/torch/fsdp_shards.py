@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
-from pyps.torch.wrapped import Watcher, Wrapped
+from pyps.torch.wrapped import OPEN, Watcher, Wrapped
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
 KEPT = (
@@ -118,6 +118,11 @@ class ShardedModules:
         """FSDP2's own objects of all parameters."""
         return chain.from_iterable(group.fsdp_params for group in self._groups)
 
+    def refuse_inner_passes(self) -> None:
+        """Refuse a backward pass with a graph of its own, after which FSDP2 loses gradients."""
+        for group in self._groups:
+            group.pre_backward = _outermost(group.pre_backward)
+
     def on_gradients(self, watcher: Watcher) -> None:
         """Call it with each parameter and this rank's gradient of it, before that is reduced."""
         for group in self._groups:
@@ -144,6 +149,10 @@ class ShardedModel(Wrapped):
         if not self._is_timed:
             self.shards.count_waits(waiting)
         super().time_passes(waiting)
+
+    def watch(self) -> None:
+        super().watch()
+        self.shards.refuse_inner_passes()
 
     def watch_own(self, watcher: Watcher) -> None:
         self.shards.on_gradients(watcher)
@@ -188,6 +197,18 @@ def _groups_of(state: Any) -> list[Any]:
     if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def _outermost(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def outermost(*arguments: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and not OPEN:
+            found = "a gradient penalty: torch.autograd.grad(..., create_graph=True) through fully_shard"
+            expected = "DistributedDataParallel: FSDP2 loses gradients after such a pass"
+            raise InputError("GlobalMean", "model", found, expected)
+        return method(*arguments, **named)
+
+    return outermost
 
 
 def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]:

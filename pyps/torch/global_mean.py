@@ -59,7 +59,7 @@ from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
 from pyps.torch.wrapped import OPEN, Wrapped, wrapped_models
 from pyps.worker.norms import OWN_BATCHES
-from pyps.worker.terms import Number, Term, terms_of
+from pyps.worker.terms import OVER_ALL, Number, Term, are_of_samples, terms_of
 
 BackwardCall = Callable[[], Any]  # a backward pass
 _means: WeakSet[GlobalMean] = WeakSet()
@@ -313,13 +313,34 @@ class GlobalMean:
             name = next(term.kind for term in terms if term.count is None)
             expected = "a mean; reduction='sum' for a sum over samples, or backward(loss, n=count)"
             raise InputError("backward", "loss", f"a sum that is divided by nothing ({name})", expected)
+        self._check_samples(terms)
         for term in terms:
             if term.count is not None and not term.is_mean:  # it may be subtracted
                 term.constant = sign(term.divisors)
                 term.count = term.count.abs() if isinstance(term.count, torch.Tensor) else abs(term.count)
+                if term.count == 1.0 and self.ranks > 1 and not is_on_device(term):
+                    term.count = term.unclamped()
             if self._empty:
                 term.count = 0.0
         return terms
+
+    def _check_samples(self, terms: list[Term]) -> None:
+        """Raise InputError where the samples were added up before anything was divided by their number."""
+        if len(terms) == 1 and terms[0].kind not in OVER_ALL:
+            return
+        samples = self._samples_of_pass()
+        if are_of_samples(terms, samples):
+            found = f"a loss of each of {len(terms)} samples, each a mean over a number of items of its own"
+            expected = "how many samples this rank's loss is a mean over: backward(loss, n=count)"
+            raise InputError("backward", "loss", found, expected)
+        for term in terms:
+            if term.kind in OVER_ALL and term.adds_up(samples):
+                found = f"a {term.kind} over what was reduced over the {samples} samples before"
+                raise InputError("backward", "loss", found, "one mean over all, or backward(loss, n=count)")
+
+    def _samples_of_pass(self) -> int | None:
+        """This rank's samples of a pass that is the whole of its batch; else None."""
+        return self.samples_now() if self._held is None and self.reduces else None
 
     def _check_leaves(self, loss: torch.Tensor) -> None:
         """Raise InputError for a parameter that the loss trains and that no model reduces; once."""
@@ -499,7 +520,8 @@ class GlobalMean:
                 self._own_counts.add(key)
         if not unsure:
             return
-        own = [float(term.counts_own()) for _, term, _ in unsure]
+        samples = self._samples_of_pass() if self.passes == 1 else None
+        own = [float(term.counts_own(samples)) for _, term, _ in unsure]
         answers = self._agreement.exchange({"doubtful sums": len(unsure)}, own)
         for (k, term, key), answer in zip(unsure, zip(*answers, strict=True), strict=True):
             if not any(answer):

@@ -16,9 +16,12 @@ from itertools import accumulate as running_sums
 from typing import Any
 from weakref import ref
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import BatchSampler, Sampler
 
 from pyps.errors import InputError
+from pyps.solver.lengths import shares_by_cost
 from pyps.solver.online.decide import Split
 from pyps.torch.rounds import Reader, RoundIndex, Rounds, loader_of_caller
 from pyps.torch.schedule import (
@@ -26,6 +29,7 @@ from pyps.torch.schedule import (
     check_minima,
     check_replan,
     micro_batches,
+    proportional_split,
     rank_range,
     read_split,
     round_sizes,
@@ -294,6 +298,114 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         if not round_sizes(self.length, split, self._min_batches, self.drop_last):
             expected = f"at least {sum(split)}, the global batch, with drop_last"
             raise InputError("sampler", "dataset", f"{self.length} samples", expected)
+
+
+class UnevenCostSampler(UnevenBatchSampler):
+    """UnevenBatchSampler for samples of unlike cost, such as sequences of unlike length.
+
+        cost = LengthCost.fitted(tokens=[128, 1024, 4096], seconds=[0.011, 0.052, 0.31])
+        sampler = UnevenCostSampler(dataset, "plan.json", costs=cost.seconds(lengths))
+
+    Within each round the samples are shared among ranks by their cost, so that these end together; a round
+    has the samples, and a rank the number of them, as without costs.
+    costs: of each sample of the data set, in any unit; the same on all ranks. The other arguments are
+    UnevenBatchSampler's. Shares follow the split that is in force when a pass begins. Raises InputError for
+    costs that are not as many as the samples, not finite, or negative.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        plan: PlanLike,
+        rank: int | None = None,
+        *,
+        costs: npt.ArrayLike,
+        **more: Any,
+    ) -> None:
+        super().__init__(dataset, plan, rank, **more)
+        self.costs = np.asarray(costs, np.float64)
+        if self.costs.shape != (self.length,):
+            expected = f"one for each of {self.length} samples"
+            raise InputError("sampler", "costs", f"{self.costs.size} numbers", expected)
+        if not (np.isfinite(self.costs) & (self.costs >= 0)).all():
+            raise InputError(
+                "sampler", "costs", "one that is negative or not finite", "finite numbers from 0"
+            )
+
+    def _order(self, *epoch: int) -> Any:
+        order = np.array(super()._order(*epoch))
+        first = self.position if epoch in ((), (self.epoch,)) else 0
+        split, least = self.split, self._min_batches
+        for size in round_sizes(self.length - first, split, least, self.drop_last):
+            part = order[first : first + size]
+            counts = proportional_split(size, split, least)
+            shares = shares_by_cost(self.costs[part], [float(batch) for batch in split], counts)
+            order[first : first + size] = part[np.concatenate(shares).astype(np.int64)]
+            first += size
+        return order
+
+
+class UnevenGroupSampler(UnevenBatchSampler):
+    """Lists of dataset indices: b_i different ones for rank i, each `group` times.
+
+        sampler = UnevenGroupSampler(prompts, plan, group=8, passes=4)
+
+    Reinforcement learning compares the completions of one prompt, so the unit of the split is a prompt.
+
+    group: how often an index comes in a round.
+    passes: how many micro-batches the round is computed in. A rank gets its whole round for each of them, as
+        TRL's trainers want it, which generate completions at the first and cut them themselves.
+    dataset, plan, rank, seed, shuffle, drop_last: as in UnevenBatchSampler; plan counts different indices.
+    Raises InputError as that, and for numbers below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        plan: PlanLike,
+        rank: int | None = None,
+        *,
+        group: int,
+        passes: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        for name, number in (("group", group), ("passes", passes)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InputError("UnevenGroupSampler", name, repr(number), "a whole number from 1")
+        self.group, self._round_passes = group, passes
+        super().__init__(
+            dataset,
+            plan,
+            rank,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            accumulate=least_groups(group, passes),
+        )
+
+    @property
+    def accumulation(self) -> int:
+        return self._round_passes
+
+    @property
+    def accumulations(self) -> Split:
+        return (self._round_passes,) * len(self.split)
+
+    @property
+    def least(self) -> int:
+        return least_groups(self.group, self._round_passes)
+
+    def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:
+        whole = [int(k) for k in part for _ in range(self.group)]
+        for _ in range(self._round_passes):
+            yield whole
+
+
+def least_groups(group: int, passes: int) -> int:
+    """The fewest groups that have a sample for each pass."""
+    return -(-passes // group)
 
 
 def _length_of(dataset: Sized | int) -> int:

@@ -55,13 +55,37 @@ class Term:
     divisors: tuple[float, ...] = ()  # the host's numbers that a sum was divided by, one by one
     smoothing: bool = False  # the part of cross_entropy that smooths labels: torch divides it by a count
 
-    def counts_own(self) -> bool:
+    def counts_own(self, samples: int | None = None) -> bool:
         """Tell whether the graph shows that a sum is divided by a count of this rank's own items.
 
         It is the number of values or rows, or the sum of a mask or of weights that the values were multiplied
         by. Ask only where the ranks' counts are the same number, as a constant would be: this reads masks.
+        samples: this rank's, if known: what counts a dimension of another length is no count of items.
         """
-        return self.is_mean or self.smoothing or any(_counted(self.node, n) for n in self.divisors)
+        return self.is_mean or self.smoothing or any(_counted(self.node, n, samples) for n in self.divisors)
+
+    def unclamped(self) -> float:
+        """Return the count of a sum divided by 1: 0 where no value was chosen, and clamp(min=1) has hidden
+        that. Raises InputError where the graph does not tell.
+        """
+        if math.prod(_sizes(self.node)) == 0:
+            return 0.0
+        if self.counts_own():
+            return 1.0
+        if any(not bool(saved.any()) for saved in _weights(self.node)):
+            return 0.0
+        expected = "its mask in the sum, or the count of this rank's items: backward(loss, n=count)"
+        raise _refused("a sum divided by 1, which may be a count of 0 after clamp(min=1)", expected)
+
+    def adds_up(self, samples: int | None) -> bool:
+        """Tell whether a mean is over sums, or a sum over means, that are each over the samples."""
+        for below in _chain(self.node):
+            inner = type(below).__name__
+            if inner in ("SumBackward1", "MeanBackward1"):
+                sizes = below._saved_self_sym_sizes
+                over = {sizes[d] for d in _dims(below)}
+                return inner[:3] != self.kind[:3] and samples != sizes[0] and samples in over
+        return False
 
 
 @dataclass(slots=True)
@@ -192,6 +216,31 @@ class _Walk:
         self.within[term.node] = node
         term.node = node
         self.found[node] = term
+
+
+def are_of_samples(terms: list[Term], samples: int | None) -> bool:
+    """Tell whether each sample has a term of its own, over unlike numbers of items: which is the mean over
+    samples, and not over items. samples: this rank's, if known.
+    """
+    if len(terms) < 2 or samples not in (None, len(terms)):
+        return False
+    tops = [_selected(term.node) for term in terms]
+    if tops[0] is None or tops[0][1] != len(terms) or any(top != tops[0] for top in tops):
+        return False
+    counts = [term.count for term in terms]
+    return any(isinstance(count, torch.Tensor) or count != counts[0] for count in counts)
+
+
+def _selected(node: Node) -> tuple[Node, int] | None:
+    """Return the value of whose first dimension a term has one entry, and the length of that."""
+    for _ in range(FEW):
+        edge = next((edge for edge in node.next_functions if edge[0] is not None), None)
+        if edge is None:
+            return None
+        if type(node).__name__ in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == 0:
+            return edge[0], _shape(edge)[0]
+        node = edge[0]
+    return None
 
 
 def _linear(path: _Path, node: Node) -> Iterator[_Path]:
@@ -375,14 +424,19 @@ def _smooths(node: Node) -> bool:
     return names[:3] == ["MaskedFillBackward0", "NegBackward0", "SumBackward1"]
 
 
-def _counted(node: Node, n: float) -> bool:
-    """Tell whether n counts the values or rows of a sum, or is the sum of a mask or weights of theirs."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
+def _sizes(node: Node) -> tuple[int, ...]:
+    """The shape of what a sum adds up."""
     kept = getattr(node, "_saved_self", None)
-    sizes = sizes if sizes is not None else kept.shape if kept is not None else ()
-    if n in {math.prod(sizes[: k + 1]) for k in range(len(sizes))}:
+    return tuple(getattr(node, "_saved_self_sym_sizes", () if kept is None else kept.shape))
+
+
+def _counted(node: Node, n: float, samples: int | None = None) -> bool:
+    """Tell whether n counts the values or rows of a sum, or is the sum of a mask or weights of theirs."""
+    sizes = _sizes(node)
+    first = sizes.index(samples) if samples in sizes else 0
+    if n in {math.prod(sizes[: k + 1]) for k in range(first, len(sizes))}:
         return True
-    if len(sizes) and n * sizes[1 % len(sizes)] == math.prod(sizes):
+    if len(sizes) > 1 and first != 1 and n * sizes[1] == math.prod(sizes):
         return True  # of probabilities: torch divides by all dimensions but that of the classes
     for saved in _weights(node):
         total = float(saved.sum(dtype=torch.float64))
@@ -472,86 +526,30 @@ REDUCTIONS: dict[str, Callable[[Node], Number | None]] = {
     "MultiMarginLossBackward0": _rows,
     "MultilabelMarginLossBackward0": _rows,
 }
-OVER_ALL = frozenset(
-    {
-        "MeanBackward0",
-        "MeanBackward1",
-        "SumBackward0",
-        "SumBackward1",
-        "NansumBackward0",
-        "DotBackward0",
-        "VdotBackward0",
-    }
-)
 SUMS_OF_LOSSES = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
+OVER_ALL = SUMS_OF_LOSSES | {"NansumBackward0", "DotBackward0", "VdotBackward0"}
 PRODUCTS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LINEAR = frozenset(
-    {
-        "AddBackward0",
-        "AddBackward1",
-        "SubBackward0",
-        "SubBackward1",
-        "RsubBackward0",
-        "RsubBackward1",
-        "NegBackward0",
-    }
-    | {"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ContiguousBackward0", "CopyBackwards"}
-    | {
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "UnsqueezeBackward0",
-        "SelectBackward0",
-    }
-    | {"SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"}
+    {"AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward0", "RsubBackward1"}
+    | {"NegBackward0", "CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ContiguousBackward0"}
+    | {"CopyBackwards", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SelectBackward0"}
+    | {"UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"}
 )
 # What takes each value by itself: below a reduction it is looked through.
-EACH_VALUE = frozenset(
-    PRODUCTS
-    | {
-        "NegBackward0",
-        "CloneBackward0",
-        "ToCopyBackward0",
-        "AliasBackward0",
-        "ContiguousBackward0",
-        "CopyBackwards",
-    }
-    | {
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "MaskedFillBackward0",
-        "WhereBackward0",
-    }
-    | {"UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"}
-    | {"AddBackward0", "SubBackward0", "RsubBackward1", "AddBackward1", "SubBackward1"}
-)
+EACH_VALUE = (LINEAR | PRODUCTS | {"MaskedFillBackward0", "WhereBackward0"}) - {"SelectBackward0"}
 # What a penalty on weights is made of: operations that take no data besides their inputs with gradients.
-OF_PARAMETERS = frozenset(
-    {"SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "StackBackward0", "CatBackward0"}
-    | {"AbsBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "ExpBackward0", "Expm1Backward0"}
-    | {
-        "LogBackward0",
-        "Log1PBackward0",
-        "ReluBackward0",
-        "SoftplusBackward0",
-        "SigmoidBackward0",
-        "TanhBackward0",
-    }
+OF_PARAMETERS = SUMS_OF_LOSSES | frozenset(
+    {"AbsBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "ExpBackward0", "Expm1Backward0"}
+    | {"LogBackward0", "Log1PBackward0", "ReluBackward0", "SoftplusBackward0", "SigmoidBackward0"}
     | {"ClampBackward0", "ClampBackward1", "ClampMinBackward0", "ClampMaxBackward0", "ReciprocalBackward0"}
-    | {
-        "NormBackward0",
-        "NormBackward1",
-        "LinalgVectorNormBackward0",
-        "SoftmaxBackward0",
-        "LogSoftmaxBackward0",
-    }
+    | {"TanhBackward0", "NormBackward0", "NormBackward1", "LinalgVectorNormBackward0", "SoftmaxBackward0"}
     | {"LogsumexpBackward0", "MmBackward0", "BmmBackward0", "MvBackward0", "DotBackward0", "TBackward0"}
     | {"TransposeBackward0", "PermuteBackward0", "SliceBackward0", "ExpandBackward0", "DiagonalBackward0"}
     | {"TriuBackward0", "TrilBackward0", "TraceBackward0", "MaxBackward1", "MinBackward1", "AmaxBackward0"}
     | {"LinalgSvdBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0", "VarBackward0", "StdBackward0"}
     | {"SplitWithSizesBackward0", "SplitBackward0", "UnbindBackward0", "WeightNormInterfaceBackward0"}
     | {"LogSigmoidBackward0", "MulBackward0", "DivBackward0", "AminBackward0", "CosBackward0", "SinBackward0"}
+    | {"LogSoftmaxBackward0", "StackBackward0", "CatBackward0"}
 )
 # What to write instead of an operation that hides what a loss was divided by.
 HINTS = {

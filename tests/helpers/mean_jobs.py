@@ -18,12 +18,13 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
-from pyps.torch import GlobalMean
+from pyps.torch import GlobalMean, UnevenBatchSampler
 from pyps.torch.compose import UnevenStep
 
-SPLITS = {2: [3, 8], 3: [5, 2, 4]}
+SPLITS = {2: [3, 8], 3: [5, 2, 4], 4: [1, 4, 3, 3]}
 ROWS, TOKENS, WIDTH, CLASSES = 11, 7, 6, 5
 Loss = Callable[[torch.Tensor, slice], torch.Tensor]
 
@@ -87,6 +88,21 @@ LOSSES: dict[str, Loss] = {
         o.log_softmax(-1), D["t"][i].softmax(-1), reduction="batchmean"
     ),
 }
+CLAMPED: dict[str, Loss] = {
+    "a mask by product, clamped": lambda o, i: (
+        (per_token(o, i) * D["mask"][i]).sum() / D["mask"][i].sum().clamp(min=1)
+    ),
+    "a mask by index, clamped": lambda o, i: (
+        per_token(o, i)[D["mask"][i]].sum() / max(1, int(D["mask"][i].sum()))
+    ),
+}
+OF_SAMPLES: dict[str, tuple[Loss, str]] = {  # of one batch on [tokens, rows, classes], or of each row
+    "sums over the samples": (lambda o, i: per_token(o, i).T.sum(1).mean(), "before"),
+    "means over the samples": (lambda o, i: per_token(o, i).T.mean(1).sum() / TOKENS, "before"),
+    "a sum over the time": (lambda o, i: per_token(o, i).T.sum() / TOKENS, "divided by 7 on all ranks"),
+    "sums of each sample": (lambda o, i: per_token(o, i).sum(1).mean(), ""),
+    "a sum over the samples' number": (lambda o, i: per_token(o, i).sum() / len(o), ""),
+}
 SUMS: dict[str, Loss] = {
     "a sum": lambda o, i: (o - D["t"][i]).square().sum(),
     "a sum over a constant": lambda o, i: (o - D["t"][i]).square().sum() / 11,
@@ -149,6 +165,18 @@ def sharded(model: nn.Module, group: dist.ProcessGroup) -> Any:
     return model
 
 
+def hybrid(model: nn.Module, group: dist.ProcessGroup) -> Any:
+    """Shards over two ranks each, which others have, too: HSDP."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(2, 2)
+    mesh = DeviceMesh(DEVICE.type, ranks, mesh_dim_names=("replicas", "shards"))
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
 WRAPPERS: dict[str, Callable[[nn.Module, dist.ProcessGroup], Any]] = {
     "ddp": lambda m, g: DistributedDataParallel(m, process_group=g),
     "static graph": lambda m, g: DistributedDataParallel(m, process_group=g, static_graph=True),
@@ -158,6 +186,7 @@ WRAPPERS: dict[str, Callable[[nn.Module, dist.ProcessGroup], Any]] = {
     "bucket views": lambda m, g: DistributedDataParallel(m, process_group=g, gradient_as_bucket_view=True),
     "compiled": lambda m, g: DistributedDataParallel(torch.compile(m, backend="aot_eager"), process_group=g),
     "fsdp": sharded,
+    "hsdp": hybrid,
 }
 
 
@@ -201,6 +230,45 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         model = WRAPPERS["ddp"](Net(), group)
         found[name] = said(lambda: GlobalMean(model).backward(loss(model(D["x"][rows]), rows)))  # noqa: B023
     return found
+
+
+def of_samples(group: dist.ProcessGroup) -> dict[str, tuple[float, str]]:
+    """Return of losses that reduce dimensions one by one how far each is off, or what refused it."""
+    rows, found = own_rows(group), {}
+    for name, (loss, _) in OF_SAMPLES.items():
+        alone, model = Net(), WRAPPERS["ddp"](Net(), group)
+        sampler = UnevenBatchSampler(ROWS, SPLITS[group.size()], group.rank(), shuffle=False)
+        reading = iter(DataLoader(range(ROWS), batch_sampler=sampler))  # type: ignore[arg-type]
+        next(reading)
+        loss(alone(D["x"]), slice(0, ROWS)).backward()
+        mean, o = GlobalMean(model, sampler), model(D["x"][rows])
+        heard = said(lambda: mean.backward(loss(o, rows)))  # noqa: B023
+        found[name] = (apart(alone, model) if heard == "nothing" else 0.0), heard
+    return found
+
+
+def per_sample(group: dist.ProcessGroup, how: str) -> str:
+    """Return what all ranks hear of a loss of each sample, over targets of unlike numbers."""
+    rows = slice(3 * group.rank(), 3 * group.rank() + 3)
+    model = WRAPPERS["ddp"](Net(), group)
+    mean, o = GlobalMean(model), model(D["x"][rows])
+    each = [functional.cross_entropy(one, y) for one, y in zip(o, D["y"][rows], strict=True)]
+    loss = torch.stack(each).mean() if how == "stack" else sum(each, torch.zeros(())) / len(each)
+    if how != "n=":
+        return said(lambda: mean.backward(loss))
+    mean.backward(loss, n=len(each))
+    alone, every = Net(), slice(0, 3 * group.size())
+    o = alone(D["x"][every])
+    right = [functional.cross_entropy(one, y) for one, y in zip(o, D["y"][every], strict=True)]
+    torch.stack(right).mean().backward()  # type: ignore[no-untyped-call]
+    return str(apart(alone, model))
+
+
+def focal_without_positives(group: dist.ProcessGroup) -> str:
+    """Return what all ranks hear where one has no positives, which its graph does not show."""
+    rows, model = own_rows(group), WRAPPERS["ddp"](Net(), group)
+    loss = model(D["x"][rows]).square().sum() / (1 if group.rank() == 0 else 5)
+    return said(lambda: GlobalMean(model).backward(loss))
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -268,6 +336,10 @@ def without_targets(group: dist.ProcessGroup) -> dict[str, float]:
         targets = (D["y"][rows] != -100).sum()
         mean.backward(ce(model(D["x"][rows]), rows), n=targets)
         found["n="] = apart(alone, model)
+        LOSSES.update(CLAMPED)
+        found |= losses(group, list(CLAMPED))
+        D["mask"][1] = True  # more than one, and then a single one on the first rank
+        found |= {f"{name}, of some": far for name, far in losses(group, list(CLAMPED)).items()}
     finally:
         D["y"], D["mask"], D["p"] = before
     return found

@@ -205,6 +205,8 @@ class Script:
         self.inner: Any = inner
         self.optimizer = kit.optimizer(torch.optim.SGD(inner.parameters(), lr=0.01))
         self.loader = kit.loader(**loading)
+        if isinstance(kit, Plain):
+            assert kit.mean is not None  # made before the loop, as in scripts
         self.worst = 0.0
 
     def rounds(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
@@ -463,6 +465,41 @@ def closures(kit: Kit) -> float:
     return script.worst if rounds == len(script.loader) and trained["position"] in (0, SAMPLES) else 1.0
 
 
+def sam(kit: Kit) -> float:
+    """Sharpness-aware minimization: the gradient at the parameters plus a step along the first gradient."""
+    script, rounds = Script(kit()), 0
+    for batches, samples in script.rounds():
+        sides = (
+            (script.alone, samples, torch.Tensor.backward),
+            (script.model, batches[0], script.kit.backward),
+        )
+        for module, given, backward in sides:
+            parameters = list(module.parameters())
+            module.zero_grad()
+            backward(plain(module, None, *given))
+            slopes = [p.grad.detach().clone() for p in parameters]
+            length = torch.stack([whole_of(slope).square().sum() for slope in slopes]).sum().sqrt()
+            with torch.no_grad():
+                for p, slope in zip(parameters, slopes, strict=True):
+                    p.add_(slope, alpha=0.5 / float(length))
+            module.zero_grad()
+            backward(plain(module, None, *given))
+            with torch.no_grad():
+                for p, slope in zip(parameters, slopes, strict=True):
+                    p.sub_(slope, alpha=0.5 / float(length))
+        script.worst = max(script.worst, error_of([script.inner], [script.alone]))
+        script.step()
+        script.follow()
+        rounds += 1
+    trained = script.kit.sampler.state_dict()
+    return script.worst if rounds == len(script.loader) and trained["position"] in (0, SAMPLES) else 1.0
+
+
+def whole_of(gradient: Any) -> torch.Tensor:
+    found: torch.Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
 def past(kit: Kit) -> float:
     """loss.backward() in place of the library's."""
     script = Script(kit())
@@ -626,6 +663,7 @@ COMMON: dict[str, Callable[[Kit], float]] = {
     "two models": two_models,
     "GAN, two optimizers": gan,
     "closures, two losses a step": closures,
+    "SAM": sam,
     "own accumulation": own_accumulation,
     "own accumulation, divided": partial(own_accumulation, divided=2),
     "clipping": clipped,
@@ -649,11 +687,9 @@ OF_ACCELERATE: dict[str, Callable[[Kit], float]] = {
     "skip_first_batches() of all": skips_all,
     "a scheduler made after prepare()": late_scheduler,
 }
-# FSDP2 alone loses a layer's gradient in the first, and cannot add sharded penalties to a loss.
-NOT_SHARDED = ("a gradient penalty", "a penalty on weights")
 KITS: dict[str, tuple[Kit, dict[str, Callable[[Kit], float]]]] = {
     "DDP": (Plain, COMMON | OF_DDP),
-    "FSDP2": (Sharded, {name: cell for name, cell in COMMON.items() if name not in NOT_SHARDED}),
+    "FSDP2": (Sharded, COMMON),
     "Accelerate": (Accelerated, COMMON | OF_DDP | OF_LIBRARIES | OF_ACCELERATE),
     "Fabric": (Fabric, COMMON | OF_LIBRARIES),
 }

@@ -84,17 +84,12 @@ def word_for(trainer: str, feature: str, outcome: float | str) -> str:
 
 
 def rendered(found: Found) -> str:
-    """The table, and the message of each feature that is refused somewhere."""
+    """The table."""
     names = list(dict.fromkeys(name for cells in found.values() for name in cells))
     lines = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
     for name in names:
         cells = (word_for(t, name, found[t][name]) if name in found[t] else "" for t in found)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| refused | message |", "|---|---|"]
-    for name in names:
-        said = [cells[name] for cells in found.values() if isinstance(cells.get(name), str)]
-        if said:
-            lines.append(f"| {name} | {str(said[0]).replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +97,7 @@ def shown() -> dict[tuple[str, str], str]:
     """The page's cells, by trainer and feature."""
     table = TABLE.search(PAGE.read_text(encoding="utf-8"))
     assert table is not None
-    rows = [line.strip("|\n").split("|") for line in table[0].split("\n\n")[0].splitlines()[1:]]
+    rows = [line.strip("|\n").split("|") for line in table[0].splitlines()[1:-1]]
     trainers = [name.strip() for name in rows[0][1:]]
     return {
         (trainer, row[0].strip()): cell.strip()

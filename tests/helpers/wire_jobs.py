@@ -11,8 +11,7 @@ from ddp_tools import flat, mine, net, numbers, off, square
 from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
-from pyps.torch.exchange import quantized_sum
-from pyps.torch.wire import GradientWire, install_wire
+from pyps.torch.wire import GradientWire, install_wire, quantized_sum
 from pyps.worker.quantize import INT4, INT8
 
 Group = dist.ProcessGroup

@@ -26,7 +26,7 @@ MOST = {
     "pyps/simulate": 3_083,  # ways that shard by memory: 19 more
     "pyps/store": 2_324,
     "pyps/tasks": 403,
-    "pyps/torch": 7_241,  # save() refuses what shard() has cut: 5 more
+    "pyps/torch": 7_235,
     "pyps/worker": 8_067,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_139,  # shares of memory planned with batches, and what helps where they do not fit: 467 more
     "profiler": 2_547,  # what is trained, and in which precision: 6 more

@@ -13,8 +13,16 @@ SAMPLE = {  # the rest is thorough
         "two terms of unlike divisors",
         "GAN, two optimizers",
         "own accumulation, divided",
+        "SAM",
     ],
-    "FSDP2": ["micro-batches", "an auxiliary loss (MoE)", "own accumulation"],
+    "FSDP2": [
+        "a gradient penalty",
+        "a penalty on weights",
+        "SAM",
+        "micro-batches",
+        "an auxiliary loss (MoE)",
+        "own accumulation",
+    ],
     "Accelerate": [
         "micro-batches",
         "tokens by a gathered count",

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pyps.errors import InputError
-from pyps.torch.cost_sampler import UnevenCostSampler
-from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.sampler import UnevenBatchSampler, UnevenCostSampler
 
 SPLIT = [32, 16, 16]
 LENGTH = 64 * 5 + 20  # the last round is smaller

@@ -22,6 +22,13 @@ def test_losses_of_a_sharded_model(ranks: Ranks) -> None:
         assert max(found.values()) < EXACT
 
 
+def test_losses_of_a_hybrid_sharded_model(ranks: Ranks) -> None:
+    for found in ranks.run(4, mean_jobs.losses, ["two terms", "a sum", "class weights"], "hsdp"):
+        assert max(found.values()) < EXACT
+    for found in ranks.run(4, mean_jobs.micro_batches, "hsdp", "class weights", True):
+        assert max(found.values()) < EXACT
+
+
 def test_what_is_no_mean_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for found in ranks.run(2, mean_jobs.refusals):
         for name, (_, what) in mean_jobs.REFUSED.items():
@@ -29,6 +36,7 @@ def test_what_is_no_mean_is_refused_on_all_ranks(ranks: Ranks) -> None:
 
 
 MODES = ["time first", "queries first", "a list of images", "checkpoint", *mean_jobs.WRAPPERS]
+MODES.remove("hsdp")  # of four ranks
 
 
 def test_shapes_and_wrappers_say_nothing(ranks: Ranks) -> None:
@@ -46,6 +54,30 @@ def test_micro_batches_of_unlike_sizes_and_numbers(ranks: Ranks, wrapper: str, a
 def test_a_rank_without_targets(ranks: Ranks) -> None:
     for found in ranks.run(2, mean_jobs.without_targets):
         assert {name: far for name, far in found.items() if not far < EXACT} == {}
+
+
+def test_samples_that_are_added_up_first_are_refused(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.of_samples):
+        for name, (_, refused) in mean_jobs.OF_SAMPLES.items():
+            far, said = found[name]
+            assert far < EXACT, name
+            assert refused in said if refused else said == "nothing", name
+
+
+@pytest.mark.parametrize("how", ["stack", "sum"])
+def test_losses_of_single_samples_are_refused(ranks: Ranks, how: str) -> None:
+    for found in ranks.run(2, mean_jobs.per_sample, how):
+        assert "a loss of each of 3 samples" in found
+        assert "n=count" in found
+
+
+def test_losses_of_single_samples_with_their_number(ranks: Ranks) -> None:
+    assert all(float(found) < EXACT for found in ranks.run(2, mean_jobs.per_sample, "n="))
+
+
+def test_a_count_that_may_be_clamped_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(2, mean_jobs.focal_without_positives):
+        assert "loss on rank 0: found a sum divided by 1, which may be a count of 0" in found
 
 
 def test_penalties(ranks: Ranks) -> None:

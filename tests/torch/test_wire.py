@@ -9,8 +9,7 @@ from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
-from pyps.torch.exchange import decode, encode, packed_bytes
-from pyps.torch.wire import install_wire
+from pyps.torch.wire import decode, encode, install_wire, packed_bytes
 from pyps.worker.quantize import INT4, INT8, BlockFormat
 
 FP32 = 1e-6  # relative: rounding of another order of summation
