@@ -29,7 +29,7 @@ import numpy as np
 from record import table
 
 from pyps.errors import Infeasible
-from pyps.formats import Cluster, Device, Fit, Memory, ModelInfo, Parts, Plan, Point, Profile
+from pyps.formats import Cluster, Device, Fit, Memory, ModelInfo, Parts, Plan, Point, Profile, WorkerGroup
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, allowed, observed
 from pyps.solver.costs import Ints
 from pyps.solver.jobs.spot import HOUR, lost_to_preemptions
@@ -198,7 +198,7 @@ def job_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
 def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
     """Two to four cards of unlike memory; samples that take like or unlike memory, mostly one multiple."""
     count, alike = int(luck.integers(2, 5)), luck.random() < 0.4
-    step, unlike = int(luck.choice([1, 1, 2])), luck.random() < 0.15
+    step, unlike, in_parts = int(luck.choice([1, 1, 2])), luck.random() < 0.15, luck.random() < 0.3
     sample, context = int(luck.integers(1, 6)), int(luck.integers(0, 8))
     groups, profiles = [], []
     for k in range(count):
@@ -206,6 +206,8 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
         one |= {"bandwidth": 1e8, "batch_multiple": int(luck.integers(1, 4)) if unlike else step}
         if luck.random() < 0.3:
             one["min_batch"] = int(luck.integers(1, 4))
+        if in_parts:
+            one["max_accumulation"] = int(luck.integers(1, 5))
         groups.append(one)
         memory = Memory(
             fixed_bytes=PARAMETERS * 16 + context * 10**5,
@@ -224,21 +226,51 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
     return msgspec.convert(tables, Cluster), profiles
 
 
-def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[tuple[Ints, float]]:
-    """Every split for which the cards can divide the state, by its bytes, and the least share."""
+def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[tuple[float, float]]:
+    """Of every split for which the cards can divide the state, by its bytes, the compute and the least share.
+
+    In micro-batches: of the smallest ones with which it takes no longer.
+    """
     given, cards = cluster.sharding, []
     assert given is not None
     kept = {1: 8 * PARAMETERS, 2: 4 * PARAMETERS, 3: 8 * given.whole * PARAMETERS}[given.stage]
+    state, total = 16 * PARAMETERS - kept, cluster.job.global_batch
     for one, profile in zip(cluster.worker, profiles, strict=True):
         assert profile.memory is not None
         room = profile.memory.budget_bytes - (profile.memory.fixed_bytes - 16 * PARAMETERS) - kept
-        batches = range(one.min_batch or 1, cluster.job.global_batch + 1)
-        cards += [(room, profile.memory.bytes_per_sample, one.batch_multiple, batches)] * one.count
-    choices = [[b for b in batches if not b % multiple] for _, _, multiple, batches in cards]
-    for split in itertools.product(*choices):
-        free = [room - each * batch for (room, each, _, _), batch in zip(cards, split, strict=True)]
-        if sum(split) == cluster.job.global_batch and min(free) >= 0 and sum(free) >= 16 * PARAMETERS - kept:
-            yield np.array(split, np.int64), min(free) / sum(free)
+        cards += [(room, profile.memory.bytes_per_sample, one, profile)] * one.count
+    ways = [
+        {
+            b: sizes_of(one, profile, b)
+            for b in range(one.min_batch or 1, total + 1)
+            if not b % one.batch_multiple
+        }
+        for _, _, one, profile in cards
+    ]
+    for split in itertools.product(*ways):
+        if sum(split) != total:
+            continue
+        sizes = [own[b] for own, b in zip(ways, split, strict=True)]
+        for t in sorted({seconds for own in sizes for _, seconds in own}):
+            least = [min((size for size, seconds in own if seconds <= t), default=None) for own in sizes]
+            if None in least:
+                continue
+            free = [room - each * m for (room, each, _, _), m in zip(cards, least, strict=True) if m]
+            if min(free) >= 0 and sum(free) >= state:
+                yield t, min(free) / sum(free)
+                break
+
+
+def sizes_of(one: WorkerGroup, profile: Profile, batch: int) -> list[tuple[int, float]]:
+    """The sizes of micro-batches of a batch, each with the batch's seconds."""
+    fit, repeats = profile.fit, one.max_accumulation
+    assert fit is not None
+    found = []
+    for size in range(1, batch + 1):
+        parts = -(-batch // size)
+        if parts <= repeats:
+            found.append((size, parts * fit.fixed_seconds + batch * fit.per_sample_seconds))
+    return found
 
 
 def fastest_in_shares(
@@ -247,12 +279,10 @@ def fastest_in_shares(
     """The shortest compute of those splits, and the shortest iteration; None: there is none in the limits."""
     if any(one.need.sum() > one.at_most for one in constrained.limits):
         return None
-    compute, whole = [], []
-    for batches, least in splits_in_shares(cluster, profiles):
-        found = observed(replace(constrained, sync=replace(constrained.sync, least_share=least)), batches)
-        compute.append(found.iteration_seconds - found.sync_seconds)
-        whole.append(found.iteration_seconds)
-    return (min(compute), min(whole)) if whole else None
+    found = list(splits_in_shares(cluster, profiles))
+    used = np.ones(len(constrained.problem.costs))
+    ring = [t + replace(constrained.sync, least_share=least).seconds(used) for t, least in found]
+    return (min(t for t, _ in found), min(ring)) if found else None
 
 
 def splits(constrained: ConstrainedProblem) -> Iterator[Ints]:

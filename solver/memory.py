@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from pyps.errors import Infeasible, InputError
-from pyps.formats import MAX_BATCH, Cluster, Profile, check_cluster
+from pyps.formats import MAX_BATCH, Cluster, Profile, WorkerGroup, check_cluster
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import Pace
 from pyps.solver.constrained import ConstrainedProblem
-from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.problem import planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, planned_ranks
 from pyps.solver.shards import GATHERED
@@ -22,13 +20,15 @@ from pyps.solver.shards import GATHERED
 GIB = 2**30
 STEPS = 64  # of a GiB that may be proposed
 MOST_GIB = 1024
+MOST_DOUBLINGS = 8  # of micro-batches
 MOST_GROUPS = 8  # of which more memory is tried
 
 
 def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> str:
     """The smallest changes of a refused cluster with [sharding] that each make it fit; "" if none was found.
 
-    Shares that follow the memory; the group whose cards need least more; the nearest global batch; a stage.
+    Shares that follow the memory; the group whose cards need least more; micro-batches; the nearest global
+    batch; a stage.
     """
     given, ranks = cluster.sharding, planned_ranks(cluster, profiles)
     assert given is not None
@@ -49,6 +49,8 @@ def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> st
     if given.shares == "equal" and fits(sharded(shares="memory")):
         ways.append('set sharding.shares to "memory"')
     ways += _more_memory(cluster, profiles, fits)
+    if parts := _micro_batches(cluster, fits):
+        ways.append(f"allow every worker max_accumulation = {parts}")
     if batch := _nearest_batch(cluster, ranks, fits):
         ways.append(f"set global_batch to {batch}")
     stages = (stage for stage in range(given.stage + 1, GATHERED + 1) if fits(sharded(stage=stage)))
@@ -80,14 +82,18 @@ def with_memory(
     """The cluster and the profiles where each card of those groups has so many bytes more."""
     groups, cards = list(cluster.worker), list(profiles)
     for k in those:
-        group, profile, memory = groups[k], cards[k], cards[k].memory
-        assert memory is not None
-        if group.free_bytes is not None:
-            groups[k] = msgspec.structs.replace(group, free_bytes=group.free_bytes + more)
-        room = profile.max_batch and profile.max_batch + int(more // memory.bytes_per_sample)
-        memory = msgspec.structs.replace(memory, budget_bytes=memory.budget_bytes + more)
-        cards[k] = msgspec.structs.replace(profile, memory=memory, max_batch=room and min(MAX_BATCH, room))
+        groups[k], cards[k] = _with_more(groups[k], cards[k], more)
     return msgspec.structs.replace(cluster, worker=groups), cards
+
+
+def _with_more(group: WorkerGroup, profile: Profile, more: int) -> tuple[WorkerGroup, Profile]:
+    memory = profile.memory
+    assert memory is not None
+    if group.free_bytes is not None:
+        group = msgspec.structs.replace(group, free_bytes=group.free_bytes + more)
+    room = profile.max_batch and profile.max_batch + int(more // memory.bytes_per_sample)
+    memory = msgspec.structs.replace(memory, budget_bytes=memory.budget_bytes + more)
+    return group, msgspec.structs.replace(profile, memory=memory, max_batch=room and min(MAX_BATCH, room))
 
 
 def _least(fits: Callable[[int], bool], below: int) -> int | None:
@@ -101,6 +107,22 @@ def _least(fits: Callable[[int], bool], below: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def _micro_batches(cluster: Cluster, fits: Callable[[Cluster], bool]) -> int | None:
+    """A number of micro-batches that fits, at most twice the least; None if none of those tried does."""
+
+    def has(parts: int) -> bool:
+        groups = [
+            msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, parts))
+            for group in cluster.worker
+        ]
+        return fits(msgspec.structs.replace(cluster, worker=groups))
+
+    most = max(group.max_accumulation for group in cluster.worker)
+    return next(
+        (parts for parts in (2**k for k in range(1, MOST_DOUBLINGS)) if parts > most and has(parts)), None
+    )
 
 
 def _nearest_batch(
@@ -127,24 +149,31 @@ def _nearest_batch(
     return max(least, low * step)
 
 
-def worth_of_memory(ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> dict[str, float]:
+def worth_of_memory(
+    cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem
+) -> dict[str, float]:
     """The seconds of an iteration that one GiB more on each card of a group saves, by the group's name.
 
-    Under "" those that as much more for all together saves, where no card's own batch may grow.
+    cluster, ranks, constrained: a sharded model as planned. Under "" those that a GiB more for all cards
+    together saves, where no card's own batch may grow and batches are computed at once.
     """
-    before, found = solve_constrained(constrained).iteration_seconds, dict[str, float]()
-    problem, cards = constrained.problem, [rank.card for rank in ranks]
-    each = np.array([math.inf if card is None else card.memory.bytes_per_sample for card in cards])
-    names = np.array([rank.group.name for rank in ranks])
-    for name in ["", *dict.fromkeys(names.tolist())][: MOST_GROUPS + 1]:
-        mine = names == name
-        more = (
-            np.where(mine, GIB // each, 0).astype(np.int64) // problem.batch_multiple * problem.batch_multiple
-        )
-        pool = problem.pool
-        if pool is not None:
-            pool = replace(pool, at_most=pool.at_most + GIB * max(1, int(mine.sum())))
-        roomier = replace(problem, max_batch=np.minimum(problem.max_batch + more, MAX_BATCH), pool=pool)
-        after = solve_constrained(replace(constrained, problem=roomier)).iteration_seconds
-        found[name] = before - after
+
+    def seconds(more: Sequence[PlannedRank]) -> float:
+        problem = planning_problem(cluster, more, constrained.pace)
+        return solve_within_limits(cluster, more, problem).iteration_seconds
+
+    before, found, pool = seconds(ranks), dict[str, float](), constrained.problem.pool
+    if pool is not None:
+        problem = replace(constrained.problem, pool=replace(pool, at_most=pool.at_most + GIB))
+        after = solve_within_limits(cluster, ranks, replace(constrained, problem=problem))
+        found[""] = before - after.iteration_seconds
+    for name in list(dict.fromkeys(rank.group.name for rank in ranks))[:MOST_GROUPS]:
+        more = [_roomier(rank, GIB) if rank.group.name == name else rank for rank in ranks]
+        found[name] = before - seconds(more)
     return found
+
+
+def _roomier(rank: PlannedRank, more: int) -> PlannedRank:
+    """A rank that is no node, on a card with so many bytes more."""
+    group, profile = _with_more(rank.group, rank.profile, more)
+    return replace(rank, group=group, profile=profile, one=(group, profile))

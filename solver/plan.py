@@ -170,7 +170,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
         nearest = _with_micro_batches(cluster, ranks, pace, error.nearest)
         raise Infeasible(error.reason, nearest + cut_short(round_samples(cluster), ranks)) from None
     modes = _modes(cluster, ranks, pace, solution)
-    constrained = _in_shares(planning_problem(cluster, ranks, pace, modes), ranks, solution)
+    constrained = _in_shares(cluster, planning_problem(cluster, ranks, pace, modes), ranks, solution)
     valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
     plan = plan_of(cluster, ranks, constrained, valued, modes)
     notes = notes + assumptions(cluster, ranks, plan)
@@ -179,13 +179,20 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
 
 
 def _in_shares(
-    constrained: ConstrainedProblem, ranks: Sequence[PlannedRank], solution: ConstrainedSolution
+    cluster: Cluster,
+    constrained: ConstrainedProblem,
+    ranks: Sequence[PlannedRank],
+    solution: ConstrainedSolution,
 ) -> ConstrainedProblem:
     """The problem with what the ring carries where the ranks' shares follow their memory."""
-    cards = [rank.card for rank in ranks if rank.card is not None]
-    if constrained.problem.pool is None:
+    cards = [rank.card for rank in ranks if rank.card is not None and rank.card.state.share is None]
+    if not cards:
         return constrained
-    least = min(shares_of(cards, solution.batches.tolist()))
+    at_once = [
+        _plan_worker(k, rank, solution, constrained.problem, unit_of(cluster, rank)).micro_batch
+        for k, rank in enumerate(ranks)
+    ]
+    least = min(shares_of(cards, at_once))
     return replace(constrained, sync=replace(constrained.sync, least_share=least))
 
 
@@ -566,7 +573,9 @@ def _plan_worker(
     batch, repeats = int(solution.batches[k]), rank.group.max_accumulation
     micro = batch if problem.costs.micro is None else min(batch, int(problem.costs.micro[k]))
     if batch and repeats > 1 and problem.costs.micro is None:
-        at_once = max_batch_of(rank.group, rank.profile)
+        at_once = (
+            max_batch_of(rank.group, rank.profile) if problem.at_once is None else int(problem.at_once[k])
+        )
         once = rank.fit.optimizer_seconds or 0.0
         micro = best_size(cost_of(rank.fit), once, batch, at_once, repeats, unit)
     return PlanWorker(

@@ -17,6 +17,7 @@ from pyps.solver.costs import Floats
 from pyps.solver.jobs.job import limits_of_set
 from pyps.solver.jobs.pareto import COARSE, PRICE, ParetoPoint, pareto_front, unbeaten
 from pyps.solver.jobs.whatif import PlanSummary, summary_of, verdict
+from pyps.solver.memory import worth_of_memory
 from pyps.solver.milp.checks import agreement, enumerated
 from pyps.solver.plan import Planned, each_rank, planned
 from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
@@ -60,7 +61,10 @@ class Planner:
 
     def explain(self) -> Explanation:
         """Which workers and bounds determine the time, and what a change would save."""
-        return explain(self.planned.plan, self.planned.ranks, self.planned.problem)
+        plan, ranks, problem = self.planned.plan, self.planned.ranks, self.planned.problem
+        flat = all(rank.card is not None and rank.group.ranks_each == 1 for rank in ranks)
+        worth = worth_of_memory(self.cluster, ranks, problem) if flat else None
+        return explain(plan, ranks, problem, worth)
 
     def what_if(self, other: Planner) -> Change:
         """Compare this plan with another one."""

@@ -25,6 +25,7 @@ from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Bools, Problem
+from pyps.solver.exact.parts import InParts, at_once_within
 from pyps.solver.links import (
     BYTES_PER_PARAMETER,
     WIRE_BYTES,
@@ -240,6 +241,11 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
     factors = factors or [1.0] * len(ranks)
     at_once = np.array([most_at_once(cluster, rank) for rank in ranks], np.int64)
     repeats = np.array([rank.group.max_accumulation for rank in ranks], np.int64)
+    pool, within = pool_of([rank.card for rank in ranks]), None
+    if pool is not None and (repeats > 1).any():
+        workers = _in_parts(cluster, ranks, factors, at_once.tolist())
+        within = at_once_within(workers, round_samples(cluster), pool.at_most)
+        pool, at_once = None, at_once if within is None else within
     if cluster.run.local_steps is None:
         costs = Costs.stack(_accumulated(cluster, ranks, factors, at_once.tolist()))
     else:  # a local step's size is given
@@ -258,7 +264,26 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         batch_multiple=[rank.group.batch_multiple for rank in ranks],
         required=[rank.group.required for rank in ranks],
     )
-    return replace(problem, pool=pool_of([rank.card for rank in ranks]))
+    return replace(problem, pool=pool, at_once=within)
+
+
+def _in_parts(
+    cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float], at_once: Sequence[int]
+) -> list[InParts]:
+    """The ranks with what their micro-batches take of the memory of all."""
+    return [
+        InParts(
+            cost=cost_of(rank.fit, factor),
+            once=factor * (rank.fit.optimizer_seconds or 0.0),
+            at_once=most,
+            unit=unit_of(cluster, rank) if rank.group.max_accumulation > 1 else 1,
+            repeats=rank.group.max_accumulation,
+            least=rank.group.min_batch or 1,
+            multiple=rank.group.batch_multiple,
+            each=rank.card.memory.bytes_per_sample if rank.card is not None else 0.0,
+        )
+        for rank, factor, most in zip(ranks, factors, at_once, strict=True)
+    ]
 
 
 def _accumulated(

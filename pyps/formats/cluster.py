@@ -403,14 +403,9 @@ def _check_unlike_shares(where: str, cluster: Cluster, given: Sharding) -> None:
     if cluster.run.policy not in (None, "bsp"):
         expected = f"bsp, or none, {with_memory}: ranks that divide one state wait for each other"
         raise InputError(where, "run.policy", repr(cluster.run.policy), expected)
-    parts = cluster.run.accumulation or 1
     for k, group in enumerate(cluster.worker):
         if group.parallel == "data" and group.devices > 1:
             raise InputError(where, f"worker[{k}].parallel", '"data"', f'"model", {with_memory}')
-        if max(parts, group.max_accumulation) > 1:
-            field = f"worker[{k}].max_accumulation" if group.max_accumulation > 1 else "run.accumulation"
-            expected = f"1, {with_memory}: its batches are computed at once"
-            raise InputError(where, field, str(max(parts, group.max_accumulation)), expected)
 
 
 def _check_choices(where: str, cluster: Cluster) -> None:

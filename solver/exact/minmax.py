@@ -58,7 +58,8 @@ class Problem:
     """One instance; arrays have one entry a worker, batches are in samples.
 
     min_batch binds only a worker that is used. required: the worker must be used. Each batch is a multiple of
-    the worker's batch_multiple. pool: what all batches may take together; None: any sum of memory.
+    the worker's batch_multiple. pool: what all batches may take together; None: any sum of memory. at_once:
+    the samples of a micro-batch that a pool leaves each worker; None: as its costs say.
     """
 
     costs: Costs
@@ -68,6 +69,7 @@ class Problem:
     batch_multiple: Ints
     required: Bools
     pool: Pool | None = None
+    at_once: Ints | None = None
 
     @staticmethod
     def of(
@@ -332,7 +334,7 @@ def _split_by_order(problem: Problem) -> Ints:
 def _split_by_pool(problem: Problem, pool: Pool) -> Ints:
     """The optimum where the pool binds: by the earliest time at which B fits it, by those that need least."""
     if (pool.each == pool.each[0]).all():  # then it matters what the batches sum to, not how they are split
-        raise _too_large(problem, float(pool.each[0]) * problem.global_batch, pool)
+        raise too_large(problem.global_batch, float(pool.each[0]) * problem.global_batch, pool.at_most)
     if not problem.required.all() or (problem.batch_multiple != problem.batch_multiple[0]).any():
         raise NotAlike("a pool of unlike needs, and unlike batch multiples")
 
@@ -342,7 +344,7 @@ def _split_by_pool(problem: Problem, pool: Pool) -> Ints:
     t = earliest(problem, fits)
     if t is None:
         leanest = _leanest(problem, problem.max_batch, pool)
-        raise _too_large(problem, float(pool.each @ leanest), pool)
+        raise too_large(problem.global_batch, float(pool.each @ leanest), pool.at_most)
     batches = _leanest(problem, most_by(problem, t), pool)
     for each in np.unique(pool.each):  # among workers of like needs, those that end last set the split
         like = np.flatnonzero(pool.each == each)
@@ -361,9 +363,11 @@ def _leanest(problem: Problem, most: Ints, pool: Pool) -> Ints:
     return batches
 
 
-def _too_large(problem: Problem, need: float, pool: Pool) -> Infeasible:
-    missing = f"{(need - pool.at_most) / 2**30:.3g} GiB"
-    return Infeasible(f"global_batch {problem.global_batch}: all memory together is {missing} too little")
+def too_large(total: int, need: float, at_most: float) -> Infeasible:
+    """Return the refusal of a global batch that needs more of a pool than there is; in bytes."""
+    return Infeasible(
+        f"global_batch {total}: all memory together is {(need - at_most) / 2**30:.3g} GiB too little"
+    )
 
 
 def _share(missing: int, spare: Ints, order: Ints) -> Ints:
@@ -481,6 +485,7 @@ def at_index(problem: Problem, index: Ints) -> Problem:
         batch_multiple=problem.batch_multiple[index],
         required=problem.required[index],
         pool=None if problem.pool is None else replace(problem.pool, each=problem.pool.each[index]),
+        at_once=None if problem.at_once is None else problem.at_once[index],
     )
 
 

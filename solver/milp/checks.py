@@ -25,7 +25,7 @@ from pyps.solver.exact.minmax import Problem, times
 from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import MIB, SolverName, minmax_milp, pieces, time_scale
-from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of, most_at_once, unit_of
+from pyps.solver.ranks import PlannedRank, cost_of, most_at_once, unit_of
 
 MOST_ENUMERATED = 20_000  # batches: some seconds
 NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
@@ -97,6 +97,7 @@ def enumerated(
         factor = factors[k] if factors else 1.0
         repeats, multiple = rank.group.max_accumulation, rank.group.batch_multiple
         at_once, unit = most_at_once(cluster, rank), unit_of(cluster, rank)
+        at_once = at_once if problem.at_once is None else int(problem.at_once[k])
         last = int(min(problem.max_batch[k], problem.global_batch))
         key = (id(rank.fit), factor, repeats, at_once, multiple)
         whole = tries_all(at_once, repeats, unit, multiple, round_samples(cluster))
@@ -105,7 +106,7 @@ def enumerated(
             continue
         if key not in found:
             once = factor * (rank.fit.optimizer_seconds or 0.0)
-            found[key] = _every_size(cost_of(rank.fit, factor), once, rank, last, unit)
+            found[key] = _every_size(cost_of(rank.fit, factor), once, rank, last, unit, at_once)
         costs.append(found[key])
     stacked = replace(Costs.stack(costs), transfer=problem.costs.transfer, overlap=problem.costs.overlap)
     most = np.minimum(problem.max_batch, problem.global_batch)
@@ -120,8 +121,8 @@ def _of_one(costs: Costs, k: int) -> Cost:
     return Table(tuple(pairs))
 
 
-def _every_size(cost: Cost, once: float, rank: PlannedRank, last: int, unit: int) -> Table:
-    most, repeats = min(last, max_batch_of(rank.group, rank.profile)), rank.group.max_accumulation
+def _every_size(cost: Cost, once: float, rank: PlannedRank, last: int, unit: int, at_once: int) -> Table:
+    most, repeats = min(last, at_once), rank.group.max_accumulation
     sizes = np.arange(unit, most + 1, unit)
     single = np.array([0.0] + [cost.seconds(int(size)) for size in sizes])
     points = []

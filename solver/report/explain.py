@@ -15,7 +15,7 @@ import numpy as np
 from pyps.formats import Plan, PlanWorker
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact.minmax import Problem, rounded
-from pyps.solver.memory import GIB, worth_of_memory
+from pyps.solver.memory import GIB
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
 from pyps.solver.ranks import PlannedRank
 from pyps.solver.report.warnings import barred
@@ -58,8 +58,16 @@ class Explanation:
     seconds_saved_per_gib: dict[str, float]
 
 
-def explain(plan: Plan, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Explanation:
-    """Explain a plan of these ranks and this problem. Raises PypsError if the relaxation has no optimum."""
+def explain(
+    plan: Plan,
+    ranks: Sequence[PlannedRank],
+    constrained: ConstrainedProblem,
+    worth: Mapping[str, float] | None = None,
+) -> Explanation:
+    """Explain a plan of these ranks and this problem. Raises PypsError if the relaxation has no optimum.
+
+    worth: of memory, as pyps.solver.memory.worth_of_memory says; None: the model is not sharded.
+    """
     batches = [worker.batch for worker in plan.workers]
     n = len(batches)
     if n <= PRICED_AT_MOST:
@@ -67,12 +75,11 @@ def explain(plan: Plan, ranks: Sequence[PlannedRank], constrained: ConstrainedPr
     else:
         priced = ShadowPrices(plan.iteration_seconds, 0.0, np.zeros(n), np.zeros(n), np.zeros(n))
     groups = _groups(plan, ranks, constrained.problem, priced)
-    verdict, worth = _verdict(plan, groups, priced, constrained), dict[str, float]()
-    if constrained.minimises_iteration and all(rank.card is not None for rank in ranks):
-        worth = worth_of_memory(ranks, constrained)
+    verdict = _verdict(plan, groups, priced, constrained)
+    if worth is not None:
         cards = with_shares(plan.workers, [rank.card for rank in ranks])
         verdict += _memory_sentence(plan, worth, cards)
-    return Explanation(groups, priced.per_sample, verdict, worth)
+    return Explanation(groups, priced.per_sample, verdict, dict(worth or {}))
 
 
 def _groups(

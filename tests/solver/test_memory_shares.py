@@ -35,6 +35,7 @@ from pyps.formats import (
 )
 from pyps.solver.costs import Costs, Line
 from pyps.solver.exact.minmax import NotAlike, Pool, Problem, at_index, solve, times
+from pyps.solver.exact.parts import InParts, at_once_within
 from pyps.solver.memory import GIB, STEPS, with_memory
 from pyps.solver.plan import make_plan
 from pyps.solver.planner import Planner
@@ -242,8 +243,6 @@ def test_ranks_that_divide_one_state_have_the_same_one() -> None:
     ("group", "more", "field"),
     [
         ({}, {"sharding": Sharding(stage=3, shares="memory", replicas=2)}, "sharding.replicas"),
-        ({"max_accumulation": 2}, {}, r"worker\[0\].max_accumulation"),
-        ({}, {"run": RunTable(accumulation=2)}, "run.accumulation"),
         ({}, {"run": RunTable(policy="asp")}, "run.policy"),
         ({"parallel": "data", "devices": 2, "inside_bandwidth": 1e9}, {}, r"worker\[0\].parallel"),
     ],
@@ -288,6 +287,9 @@ def with_way(given: Cluster, profiles: list[Profile], way: str) -> tuple[Cluster
         return with_memory(given, profiles, those, round(float(found[3]) * GIB))
     if found := re.fullmatch(r"set global_batch to (\d+)", way):
         return msgspec.structs.replace(given, job=Job(global_batch=int(found[1]))), profiles
+    if found := re.fullmatch(r"allow every worker max_accumulation = (\d+)", way):
+        more = [msgspec.structs.replace(one, max_accumulation=int(found[1])) for one in given.worker]
+        return msgspec.structs.replace(given, worker=more), profiles
     found = re.fullmatch(r'set sharding\.(stage|shares) to "?(\w+)"?', way)
     assert found is not None, way
     value: Any = int(found[2]) if found[1] == "stage" else found[2]
@@ -356,3 +358,79 @@ def test_an_explanation_says_whose_memory_binds_and_what_a_gib_is_worth() -> Non
 def compute_of(plan: Plan) -> float:
     assert plan.sync is not None
     return plan.iteration_seconds - plan.sync.seconds
+
+
+def in_parts(luck: np.random.Generator) -> InParts:
+    cost = Line(float(luck.integers(1, 9)), float(luck.integers(1, 5)))
+    once, multiple = float(luck.integers(0, 2)), int(luck.choice([1, 1, 2]))
+    at_once, unit, repeats = int(luck.integers(1, 6)), int(luck.choice([1, 1, 2])), int(luck.integers(1, 4))
+    return InParts(
+        cost, once, at_once, unit, repeats, int(luck.integers(1, 3)), multiple, float(luck.integers(1, 4))
+    )
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_micro_batches_in_a_pool_are_those_of_brute_force(seed: int) -> None:
+    """Every batch in every size of micro-batches, of every worker."""
+    luck = np.random.default_rng(seed)
+    workers = [in_parts(luck) for _ in range(int(luck.integers(1, 4)))]
+    total, at_most = int(luck.integers(2, 14)), float(luck.integers(2, 30))
+    choices = []
+    for one in workers:
+        mine = []
+        for batch in range(one.least, one.at_once * one.repeats + 1):
+            for size in range(one.unit, one.at_once + 1, one.unit):
+                parts = -(-batch // size)
+                if batch % one.multiple == 0 and parts <= one.repeats:
+                    last = batch - (parts - 1) * size
+                    whole = (parts - 1) * (one.cost.seconds(size) - one.once) + one.cost.seconds(last)
+                    mine.append((batch, whole, one.each * min(size, batch)))
+        choices.append(mine)
+    sums = [way for way in itertools.product(*choices) if sum(batch for batch, _, _ in way) == total]
+    within = [way for way in sums if sum(need for _, _, need in way) <= at_most]
+    if not sums:
+        assert at_once_within(workers, total, at_most) is None
+        return
+    if not within:
+        with pytest.raises(Infeasible, match="all memory together"):
+            at_once_within(workers, total, at_most)
+        return
+    best = min(max(seconds for _, seconds, _ in way) for way in within)
+    found = at_once_within(workers, total, at_most)
+    assert found is not None
+    assert sum(one.each * size for one, size in zip(workers, found.tolist(), strict=True)) <= at_most
+    capped = [
+        [way for way in mine if way[2] <= one.each * size]
+        for mine, one, size in zip(choices, workers, found.tolist(), strict=True)
+    ]
+    reached = [way for way in itertools.product(*capped) if sum(batch for batch, _, _ in way) == total]
+    assert min(max(seconds for _, seconds, _ in way) for way in reached) == best
+
+
+def test_a_plan_in_micro_batches_keeps_to_all_memory() -> None:
+    """Where micro-batches leave more for the state, a batch that did not fit does."""
+    profiles = [profile(0.001, 14), profile(0.003, 12)]
+    with pytest.raises(Infeasible, match="all memory together"):
+        make_plan(cluster(12, 2), profiles)
+    given = cluster(12, 2, max_accumulation=4)
+    made = make_plan(given, profiles)
+    assert any(worker.accumulation > 1 for worker in made.workers)
+    assert sum(shares_of(made)) == pytest.approx(1.0)
+    for worker in made.workers:
+        assert worker.bytes is not None
+        assert worker.bytes.activations == worker.micro_batch * 10**6
+        assert worker.bytes.total <= worker.bytes.memory + ROUNDED
+        assert worker.max_batch is not None
+        assert worker.max_batch >= worker.micro_batch
+    planner = Planner(given, profiles)
+    assert "checked" in planner.check()
+    assert planner.explain().seconds_saved_per_gib["g0"] > 0
+
+
+def test_too_many_micro_batches_to_try_are_refused() -> None:
+    workers = [InParts(Line(1.0, 1.0), 0.0, 4096, 1, 4096, 1, 1, 1.0)] * 2
+    with pytest.raises(InputError, match=r"max_accumulation.*sizes and batches"):
+        at_once_within(workers, 1 << 20, 1e9)
+    many = [InParts(Line(1.0, 1.0), 0.0, 8, 1, 512, 1, 1, 1.0)] * 64
+    with pytest.raises(InputError, match=r"max_accumulation.*batches and sums"):
+        at_once_within(many, 1 << 14, 1e9)
