@@ -227,7 +227,7 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
 
 
 def splits_in_shares(cluster: Cluster, profiles: list[Profile]) -> Iterator[tuple[float, float]]:
-    """Of every split for which the cards can divide the state, by its bytes, the compute and the least share.
+    """The compute and the least share of every split for which the cards can divide the state, by its bytes.
 
     In micro-batches: of the smallest ones with which it takes no longer.
     """

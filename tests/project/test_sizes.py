@@ -16,7 +16,7 @@ SLACK = 1.02
 MOST = {
     "pyps/checkpoint": 607,
     "pyps/cli": 3_722,  # `pyps gain`: 125 more; the bytes of a rank: 13
-    "pyps/formats": 2_410,  # shares of a state, and the bytes of a rank: 54 more
+    "pyps/formats": 2_410,  # shares of a state, and the bytes of a rank: 49 more
     "pyps/metrics": 278,
     "pyps/native": 2_149,
     "pyps/remote": 4_239,
@@ -28,7 +28,7 @@ MOST = {
     "pyps/tasks": 403,
     "pyps/torch": 7_235,
     "pyps/worker": 8_067,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_372,  # batches and shares of memory planned together, what helps where they do not fit: 700 more
+    "solver": 11_372,  # shares of memory planned with batches, micro-batches, what helps: 700 more
     "profiler": 2_547,  # what is trained, and in which precision: 6 more
     "csrc": 12_176,
 }
