@@ -99,6 +99,7 @@ bench: .venv/bench
 	$(PY) benchmarks/ddp.py --save
 	$(PY) benchmarks/foreign.py --save
 	$(PY) benchmarks/fsdp.py --save
+	$(PY) benchmarks/sharding.py --save
 	$(PY) benchmarks/adaptive.py --save
 	$(PY) benchmarks/simulate.py --full --save
 	$(PY) benchmarks/learning_rate.py --save

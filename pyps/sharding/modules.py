@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pyps.errors import InputError
-from pyps.sharding.flat import agree, world
+from pyps.sharding.flat import Reduction, agree, world
 from pyps.sharding.gradient import PieceGradients
 from pyps.sharding.layout import SharesLike, read_shares
 from pyps.sharding.state import Owned
@@ -177,7 +177,7 @@ class ShardedRun:
         ] = {}  # gathered in this backward pass; whether their backward pass has begun
         self._passes = 0  # backward passes
         self._used: set[Owned] = set()
-        self._works: list[list[Any]] = []
+        self._reductions: list[tuple[ShardedVector, Reduction]] = []
         for unit in units:
             unit.run = self
         self._name(self.root.module)
@@ -292,11 +292,10 @@ class ShardedRun:
             for one in had:
                 watcher(one.piece, vector.parameters[one.k].grad)
         dtype = self._reduce_dtype if self._reduce_dtype is not None else vector.vector.dtype
-        packed = vector.packed(dtype)
-        for waiting in [one for one in self._works if one[3] is not None][: 1 - IN_FLIGHT]:
-            waiting[1].wait()
-            waiting[3] = None
-        self._works.append([vector, *vector.reduce(packed), packed])
+        packed = vector.packed(dtype, self.ranks)
+        if len(self._reductions) >= IN_FLIGHT:
+            self._reductions[-IN_FLIGHT][1].wait()
+        self._reductions.append((vector, vector.reduce(packed)))
 
     def _finish(self) -> None:
         """The backward pass is over: reduce what is left, and give the pieces their gradients."""
@@ -317,8 +316,8 @@ class ShardedRun:
             if vector in left:
                 self._reduce(vector)
         with self.waits():
-            for _, work, _, _ in self._works:
-                work.wait()
+            for _, reduction in self._reductions:
+                reduction.wait()
         try:
             self._give({one for one, some in zip(trained, either[len(trained) :], strict=True) if some})
         finally:
@@ -333,8 +332,8 @@ class ShardedRun:
 
     def _give(self, used: set[Owned]) -> None:
         """Add the reduced gradients to those of the pieces."""
-        for vector, _, own, _ in self._works:
-            own.div_(self.ranks)
+        for vector, reduction in self._reductions:
+            own = reduction.wait()
             for one in vector.owned:
                 if one in used:
                     found = vector.piece_of(own, one.k).to(one.piece.dtype)
@@ -349,7 +348,7 @@ class ShardedRun:
                 hook(one.piece)
 
     def _reset(self) -> None:
-        self._works, self._open = [], {}
+        self._reductions, self._open = [], {}
         self._used.clear()
         self._in_backward = self.computing = False
         if not self._held:

@@ -81,14 +81,15 @@ class ShardedVector(FlatVector):
             self.vector.untyped_storage().resize_(0)
         self.holders.discard(holder)
 
-    def packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradients as one vector, and free them; none counts as zeros."""
+    def packed(self, dtype: torch.dtype, ranks: int) -> torch.Tensor:
+        """Return the gradients divided by `ranks` as one vector, and free them; none counts as zeros."""
         found = torch.empty(self.layout.count, dtype=dtype, device=self.vector.device)
         for parameter, slot, place in zip(self.parameters, self.slots, self.places, strict=True):
             if parameter.grad is None:
                 found[place].zero_()
             else:
-                found[place].copy_(slot.flat(parameter.grad))
+                own = slot.flat(parameter.grad)
+                torch.div(own if own.dtype == dtype else own.to(dtype), ranks, out=found[place])
                 parameter.grad = None
         return found
 
