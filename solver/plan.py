@@ -276,7 +276,7 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
         solve_within_limits(cluster, wide, planning_problem(cluster, wide, pace))
     except Infeasible:
         return nearest
-    return f"{nearest}, or allow every worker max_accumulation = {repeats}"
+    return ", or ".join(filter(None, (nearest, f"allow every worker max_accumulation = {repeats}")))
 
 
 def all_used_from(constrained: ConstrainedProblem) -> int | None:

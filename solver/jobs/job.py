@@ -9,6 +9,7 @@ and the time away: pyps.solver.jobs.sets finds the best set, or says how much be
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pyps.formats import Cluster, Plan
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
 from pyps.solver.costs import Floats
+from pyps.solver.exact.remedies import with_remedies
 from pyps.solver.goal import SetObjective
 from pyps.solver.jobs.pareto import PRICE
 from pyps.solver.jobs.sets import BestSet, best_set
@@ -111,7 +113,18 @@ def best_for_job(
         field = "deadline_hours" if job.deadline_hours is not None else "budget"
         expected = "nothing with a policy that does not wait for the slowest worker"
         raise InputError(CLUSTER_FILE, f"job.{field}", "a number", expected)
-    found = _best(cluster, ranks, constrained)
+
+    def fits(changed: ConstrainedProblem) -> bool:
+        bounded = msgspec.structs.replace(job, global_batch=changed.problem.global_batch)
+        trial = msgspec.structs.replace(cluster, job=bounded)
+        with contextlib.suppress(Infeasible):
+            return _best(trial, ranks, changed) is not None
+        return False
+
+    try:
+        found = _best(cluster, ranks, constrained)
+    except Infeasible as error:  # no split: what is proposed has to keep the job's bounds, too
+        raise with_remedies(constrained, error.reason, fits) from None
     if found is None:
         raise _refusal(cluster, ranks, constrained)
     gap = 1 - found.proven / found.value

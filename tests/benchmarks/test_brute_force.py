@@ -13,3 +13,12 @@ def test_no_split_is_better_than_the_plan(family: str) -> None:
     found = brute_force.run_family(family, 100_000, SAMPLES[family])
     assert found.wrong == []
     assert found.tried > SAMPLES[family] / 2
+
+
+@pytest.mark.parametrize("seed", [1104, 2535, 4625, 4987])
+def test_what_a_refusal_proposes_helps(seed: int) -> None:
+    """A proposed batch keeps the job's deadline and budget, too; a message that has none has no gap there."""
+    found = brute_force.Found()
+    brute_force.remedies(seed, found)
+    assert found.refused == 1
+    assert not found.wrong
