@@ -13,6 +13,7 @@ from pyps.formats import MAX_BATCH, Cluster, Profile, WorkerGroup, check_cluster
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import Pace
 from pyps.solver.constrained import ConstrainedProblem
+from pyps.solver.jobs.job import best_for_job
 from pyps.solver.problem import planning_problem, solve_within_limits
 from pyps.solver.ranks import PlannedRank, planned_ranks
 from pyps.solver.shards import GATHERED
@@ -37,7 +38,10 @@ def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> st
         try:
             check_cluster(CLUSTER_FILE, changed)
             planned = planned_ranks(changed, cards)
-            solve_within_limits(changed, planned, planning_problem(changed, planned, pace), name_least=False)
+            problem = planning_problem(changed, planned, pace)
+            solve_within_limits(changed, planned, problem, name_least=False)
+            if changed.job.is_bounded:
+                best_for_job(changed, planned, problem)
         except (Infeasible, InputError):
             return False
         return True
@@ -45,6 +49,9 @@ def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> st
     def sharded(**changes: object) -> Cluster:
         return msgspec.structs.replace(cluster, sharding=msgspec.structs.replace(given, **changes))
 
+    job = msgspec.structs.replace(cluster.job, deadline_hours=None, budget=None, confidence=None)
+    if fits(msgspec.structs.replace(cluster, job=job)):
+        return ""  # its memory is not why
     ways = []
     if given.shares == "equal" and fits(sharded(shares="memory")):
         ways.append('set sharding.shares to "memory"')

@@ -175,7 +175,9 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     plan = plan_of(cluster, ranks, constrained, valued, modes)
     notes = notes + assumptions(cluster, ranks, plan)
     plan = msgspec.structs.replace(plan, warnings=plan.warnings + notes)
-    return plan if cluster.job.quantile is None else with_noise(cluster, ranks, plan, pace, modes)
+    if cluster.job.quantile is None:
+        return plan
+    return with_noise(cluster, ranks, plan, pace, modes, constrained.sync.least_share)
 
 
 def _in_shares(

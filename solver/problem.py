@@ -124,10 +124,16 @@ def _marginal_speeds(problem: Problem, batches: Ints) -> Floats:
 
 
 def with_noise(
-    cluster: Cluster, ranks: Sequence[PlannedRank], plan: Plan, pace: Pace, modes: Sequence[WorkerMode]
+    cluster: Cluster,
+    ranks: Sequence[PlannedRank],
+    plan: Plan,
+    pace: Pace,
+    modes: Sequence[WorkerMode],
+    least_share: float | None = None,
 ) -> Plan:
-    """The plan with the forecasts of its split and of the one for the fitted times."""
+    """The plan with the forecasts of its split and of the one for the fitted times. least_share: of Sync."""
     fitted, noise = constrained_problem_of(cluster, ranks, (), pace, modes), _noise(ranks)
+    fitted = replace(fitted, sync=replace(fitted.sync, least_share=least_share))
     quantile, planned = cluster.job.quantile or 0.5, np.array([worker.batch for worker in plan.workers])
     by = iteration_quantile(fitted, planned, noise, quantile)
     nominal, robust = (

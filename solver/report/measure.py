@@ -64,12 +64,13 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
     profiles = [at_multiple(profile, each) for profile, each in zip(profiles, kept, strict=True)]
     hopeful = [_optimistic(profile) for profile in profiles]
     best = make_plan(cluster, hopeful, pace, kept)
-    may_win = 1 - best.iteration_seconds / plan.iteration_seconds
+    before = _planned_seconds(cluster, plan)
+    may_win = 1 - _planned_seconds(cluster, best) / before
     found: list[NextSize] = []
     if may_win > WORTH:
         for k in range(len(profiles)):
             alone = [*profiles[:k], hopeful[k], *profiles[k + 1 :]]
-            wins = 1 - make_plan(cluster, alone, pace, kept).iteration_seconds / plan.iteration_seconds
+            wins = 1 - _planned_seconds(cluster, make_plan(cluster, alone, pace, kept)) / before
             found += _unmeasured(cluster, profiles[k], k, (best, plan), f"may save {wins:.1%}")
     multiples = {}
     for group, profile in zip(cluster.worker, all_measured, strict=True):
@@ -78,6 +79,12 @@ def next_sizes(cluster: Cluster, profiles: Sequence[Profile], pace: Pace | None 
             multiples[group.name] = shown * units_each(cluster, profile)
     found += _off_multiples(cluster, all_measured, plan)
     return NextSizes(may_win, found, multiples)
+
+
+def _planned_seconds(cluster: Cluster, plan: Plan) -> float:
+    """The seconds that a plan minimises: without a ring that follows from the shares of a state."""
+    by_memory = cluster.sharding is not None and cluster.sharding.shares == "memory"
+    return plan.iteration_seconds - (plan.sync.seconds if by_memory and plan.sync is not None else 0.0)
 
 
 def measured_for(
@@ -115,6 +122,8 @@ def _optimistic(profile: Profile) -> Profile:
     sizes, lows = [b for b, _, _ in fit.band or []], [low for _, low, _ in fit.band or []]
     last = measured[-1] if profile.max_batch is None else max(profile.max_batch, measured[-1])
     ends = [*([1] if measured[0] > 1 else []), *measured, *([last] if last > measured[-1] else [])]
+    if len(ends) == 1:  # batch 1 alone was measured
+        return profile
     knots: dict[int, float] = {}
     for a, b in itertools.pairwise(ends):
         for batch in np.unique(np.geomspace(a, b, BETWEEN + 2).round()).astype(int).tolist():

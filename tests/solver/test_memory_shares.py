@@ -434,3 +434,27 @@ def test_too_many_micro_batches_to_try_are_refused() -> None:
     many = [InParts(Line(1.0, 1.0), 0.0, 8, 1, 512, 1, 1, 1.0)] * 64
     with pytest.raises(InputError, match=r"max_accumulation.*batches and sums"):
         at_once_within(many, 1 << 14, 1e9)
+
+
+def test_forecasts_have_the_ring_of_the_shares_and_sizes_to_measure_do_not() -> None:
+    profiles = [profile(0.001, 24), profile(0.003, 12)]
+    given = cluster(8, 2)
+    noisy = msgspec.structs.replace(given, job=Job(global_batch=8, quantile=0.9))
+    made = make_plan(noisy, profiles)
+    assert made.noise is not None
+    assert made.noise.robust.seconds == pytest.approx(made.iteration_seconds)
+    assert made.iteration_seconds == pytest.approx(make_plan(given, profiles).iteration_seconds)
+    assert Planner(given, profiles).next_sizes().may_win == 0  # of profiles with one batch
+    points = [Point(batch=b, seconds=1.0) for b in (1, 8)]
+    apart = [msgspec.structs.replace(one, points=points) for one in profiles]
+    wins = [one.why for one in Planner(given, apart).next_sizes().sizes if "may save" in one.why]
+    assert wins
+    assert not any("-" in why for why in wins)
+
+
+def test_a_deadline_that_cannot_be_kept_is_no_matter_of_memory() -> None:
+    given = cluster(8, 2, price_per_hour=1.0)
+    job = Job(global_batch=8, target=1e9, deadline_hours=0.001)
+    with pytest.raises(Infeasible, match="deadline_hours") as refusal:
+        make_plan(msgspec.structs.replace(given, job=job), [profile(0.001, 24), profile(0.003, 12)])
+    assert "GiB" not in str(refusal.value)
