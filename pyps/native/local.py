@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pyps._native import ffi, lib
 from pyps.errors import Forked, SegmentNotFound, StoreError, TimedOut, WaitInterrupted
 from pyps.formats.plan import TurnSchedule
+from pyps.formats.records import Span
 from pyps.native import (
     AVERAGED,
     NANOSECOND,
@@ -42,7 +43,7 @@ from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, NewVector, StoreState, new_vector, read_state
 from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, spans_of
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, skipping
 from pyps.native.values import (
     Claim,
     Codec,
@@ -61,7 +62,7 @@ from pyps.native.values import (
     Ticket,
     Traffic,
 )
-from pyps.step.transfer import Ask, Transfers, Verb
+from pyps.step.transfer import Transfers, Verb
 
 ANY_PLAN = 2**64 - 1
 ARRIVAL_ELEMENTS = 1 << 20  # of an exchange's copy that are told at once: 4 MiB, at most 0.4 ms of a bus
@@ -92,6 +93,7 @@ class LocalBackend:
         self._removes = removes
         self._views: list[weakref.ref[Mapping]] = []
         self._transfers = Transfers()
+        self._codes: dict[Codec, NDArray[np.uint8]] = {}  # of encoded pulls
         self._hyper: tuple[Hyper, ...] = ()  # of the last push
         self._constants = hyper_array(())
         self.layout = self._layout()
@@ -198,7 +200,9 @@ class LocalBackend:
 
     # Parameters.
 
-    def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
+    def pull(self, out: Flat, ranges: Ranges | None = None, codec: Codec = Codec.F32) -> int:
+        if codec is not Codec.F32:
+            return self._pull_by_codes(codec, out)
         version, to = ffi.new("uint64_t *"), ffi.from_buffer("float[]", out, require_writable=True)
         if ranges is None:
             check("pull", lib.pyps_pull(self.pointer, to, version))
@@ -263,6 +267,7 @@ class LocalBackend:
         return np.asarray(mapping)
 
     def push(self, request: PushRequest) -> PushResult:
+        """Push; for what makes a transfer of its own of it."""
         c, keep = self._push_args("push", request)
         r = ffi.new("pyps_push_result *")
         _check_push("push", lib.pyps_push(self.pointer, c, r), r)
@@ -271,7 +276,8 @@ class LocalBackend:
 
     def exchange(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int | None]:
+    ) -> tuple[PushResult, int]:
+        """Push and pull in one pass: the push's result, and the version that `out` holds."""
         c, keep = self._push_args("exchange", request)
         r, version = ffi.new("pyps_push_result *"), ffi.new("uint64_t *")
         to = ffi.from_buffer("float[]", out, require_writable=True)
@@ -299,37 +305,48 @@ class LocalBackend:
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         return partial(self._transfer, request)
 
-    def _transfer(self, request: TransferRequest, out: Flat) -> Transferred:
-        began = time.monotonic()
+    def _transfer(
+        self, request: TransferRequest, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> Transferred:
+        push, pulls = request.push, request.codec
+        began, pulling = time.monotonic(), 0.0
 
         def limit() -> None:
             if request.max_samples is not None:
                 self.set_max_samples(request.max_samples)
 
         def exchange() -> tuple[PushResult, int | None]:
-            if request.codec is not Codec.F32:
-                return self.push(request.push), None
-            return self.exchange(request.push, out)
+            return (self.push(push), None) if pulls is not Codec.F32 else self.exchange(push, out, arrived)
+
+        def pull() -> int:
+            nonlocal pulling
+            pulling = time.monotonic()
+            return self.pull(out, None, pulls)
 
         done = self._transfers.run(
-            Ask(request.exchange, request.claims),
+            request.ask,
             {
                 Verb.LIMIT: limit,
-                Verb.PUSH: lambda: self.push(request.push),
+                Verb.PUSH: lambda: self.push(push),
                 Verb.EXCHANGE: exchange,
+                Verb.SKIP: lambda: self.push(skipping(push)),
                 Verb.CLAIM: lambda: claim if (claim := self.start_ahead()).count else None,
-                Verb.PULL: lambda: self._pull_as(request.codec, out),
+                Verb.PULL: pull,
             },
         )
-        spans = spans_of(began, began + done.push_seconds, time.monotonic(), done.result)
-        return Transferred(done.result, done.claims, done.pulled, spans)
+        pushed = began + done.push_seconds
+        waited = min(began + done.result.wait_seconds, pushed) if done.result is not None else began
+        spans: list[Span] = [("wait", began, waited)] if waited > began else []
+        spans.append(("push", waited, pushed))
+        if pulling:
+            spans.append(("pull", pulling, time.monotonic()))
+        fenced = done.error is not None
+        return Transferred(done.result, done.claims, done.pulled, spans, done.skipped, fenced)
 
-    def _pull_as(self, codec: Codec, out: Flat) -> int:
-        """Pull as a worker does whose parameters travel in this codec."""
-        if codec is Codec.F32:
-            return self.pull(out)
+    def _pull_by_codes(self, codec: Codec, out: Flat) -> int:
         trained, averaged = self.layout.trained_elements, 4 * self.layout.averaged_elements
-        codes = np.empty(encoded_bytes(codec, trained) + averaged, np.uint8)
+        if (codes := self._codes.get(codec)) is None:
+            codes = self._codes[codec] = np.empty(encoded_bytes(codec, trained) + averaged, np.uint8)
         version = self.pull_encoded(codec, codes)
         decode(codec, codes[: codes.size - averaged], out[:trained])
         out[trained:].view(np.uint8)[:] = codes[codes.size - averaged :]

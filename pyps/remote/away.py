@@ -8,11 +8,11 @@ rank begins without it, unless it is given to it (keep_residual).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError, StoreFull, TimedOut
 from pyps.native.decisions import Advice, PolicyParams
-from pyps.native.transfer import Transferred, spans_of
+from pyps.native.transfer import ArrivalCallback, Transferred, TransferRequest, skipping, spans_of
 from pyps.native.values import (
     Claim,
     Codec,
@@ -42,6 +42,19 @@ from pyps.store.backend import MAX_CALL_SECONDS
 from pyps.store.codec import Residual, encode
 
 NO_COUNTS = EncodeCounts(0, 0)
+T = TypeVar("T")
+
+
+class Outgoing(NamedTuple):
+    """A transfer under way: its push, the codec of what comes back, what was not finite, and when it left.
+    skipped: the push has taken the place of one that is not finite.
+    """
+
+    push: PushRequest
+    codec: Codec
+    counts: EncodeCounts
+    began: float
+    skipped: bool
 
 
 class Away:
@@ -196,17 +209,6 @@ class Away:
             expected = f"{self._in_round}, whose round an earlier push waited for"
         raise InvalidArgument("push", f"staging: found {staging}; expected {expected}")
 
-    @contextmanager
-    def _settling(self, request: PushRequest) -> Iterator[None]:
-        """A push that was encoded: its residual counts if it was admitted, and its staging buffer is free."""
-        began = time.monotonic()
-        try:
-            yield
-        except BaseException as error:
-            self._not_ended(request, error, began)
-            raise
-        self._ended(request, admitted=True)
-
     def _ended(self, request: PushRequest, admitted: bool) -> None:
         """Its reply has come, and it is neither to be waited for nor to be pushed again."""
         if self._in_round == request.staging:  # encoded by the call that timed out, if at all
@@ -242,14 +244,27 @@ class Away:
         if _keeps_residual(request):
             self._residual.commit(admitted)
 
+    def _sendable(self, request: TransferRequest, send: Callable[[PushRequest], T]) -> tuple[PushRequest, T]:
+        """The push, and what `send` makes of it; a step that is not finite is skipped, unless it is alone."""
+        try:
+            return request.push, send(request.push)
+        except NotFinite:
+            if request.ask.alone:
+                raise
+            skip = skipping(request.push)
+            return skip, send(skip)
+
     def _finished(
-        self, reply: TransferReply, counts: EncodeCounts, began: float, pushed: float
+        self, sent: Outgoing, reply: TransferReply, pushed: float, out: Flat, arrived: ArrivalCallback | None
     ) -> Transferred:
-        """A transfer of which all has come, by this time. began, pushed: seconds of the monotonic clock."""
+        """A transfer of which all has come, by this time. pushed: seconds of the monotonic clock."""
         self._compute_began = time.monotonic()
-        result = None if reply.result is None else counted(reply.result, counts)
-        spans = spans_of(began, pushed, self._compute_began, result)
-        return Transferred(result, reply.claims, reply.version, spans)
+        spans = spans_of(sent.began, pushed, self._compute_began, reply.result)
+        skipped = sent.skipped or reply.skipped
+        result = None if reply.result is None or skipped else counted(reply.result, sent.counts)
+        if reply.version is not None and arrived is not None:
+            arrived(0, out.size)
+        return Transferred(result, reply.claims, reply.version, spans, skipped, reply.fenced)
 
     def _header(self, request: PushRequest) -> PushHeader:
         """What goes ahead of a push. Before it is encoded, which is no computing. Raises InvalidArgument."""

@@ -23,7 +23,6 @@ from pyps.errors import (
     Busy,
     Fenced,
     InvalidArgument,
-    NotFinite,
     PushRejected,
     SegmentNotFound,
     StoreError,
@@ -46,7 +45,7 @@ from pyps.remote.parts import sent_ranges
 from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
-from pyps.step.transfer import Ask, Transfers, Verb
+from pyps.step.transfer import Transfers, Verb
 from pyps.store.codec import encoded_bytes, encoded_vector_bytes
 
 P = ParamSpec("P")
@@ -152,7 +151,7 @@ class LinkSession:
 
     def _resumed(self, values: tuple[Any, ...]) -> WaitInterrupted | None:
         """What ends a push that is resumed by a late client: it counts, as one that was waited for."""
-        pushed = getattr(values[0], "push", values[0]) if values else None
+        pushed = getattr(values[0], "push", None) if values else None
         staging, result = self._in_round or (0, None)
         if result is None or not isinstance(pushed, PushHeader) or pushed.staging != staging:
             return None
@@ -351,50 +350,38 @@ class LinkSession:
     def _needs(self) -> PolicyNeeds:
         return native.policy_needs(self.layout.policy, self.store.policy_params)
 
-    @HANDLERS.bulk(verbs.PUSH)
-    def push(self, numbers: Frames, header: PushHeader) -> tuple[PushResult, Arrays]:
-        return self._pushed(header, numbers, self.store.push), ()
-
-    @HANDLERS.bulk(verbs.EXCHANGE)
-    def exchange(
-        self, numbers: Frames, header: PushHeader, codec: Codec
-    ) -> tuple[tuple[PushResult, int | None], Arrays]:
-        if codec is not Codec.F32:
-            result, _ = self.push(numbers, header)
-            with contextlib.suppress(Fenced, NotFinite):  # the next pull says so
-                version, arrays = self.pull_encoded((), codec)
-                return (result, version), arrays
-            return (result, None), ()
-        flat = self.room.take(np.float32, self.layout.flat_elements)
-        result, pulled = self._pushed(header, numbers, lambda request: self.store.exchange(request, flat))
-        return (result, pulled), (flat,)
-
     @HANDLERS.bulk(verbs.TRANSFER)
     def transfer(self, numbers: Frames, header: TransferHeader) -> tuple[TransferReply, Arrays]:
         """Push, claim ahead and pull, as pyps.step.transfer has it."""
+        sent, skip = header.push, msgspec.structs.replace(header.push, samples=0)
 
         def limit() -> None:
             if header.max_samples is not None:
                 self.store.set_max_samples(header.max_samples)
 
-        def exchange() -> tuple[PushResult, tuple[int | None, Arrays] | None]:
+        def push() -> PushResult:
+            return self._pushed(sent, numbers, self.store.push)
+
+        def exchange() -> tuple[PushResult, tuple[int, Arrays] | None]:
             if header.codec is not Codec.F32:
-                return self.push(numbers, header.push)[0], None
-            (result, version), arrays = self.exchange(numbers, header.push, header.codec)
-            return result, (version, arrays)
+                return push(), None
+            flat = self.room.take(np.float32, self.layout.flat_elements)
+            result, version = self._pushed(sent, numbers, lambda request: self.store.exchange(request, flat))
+            return result, (version, (flat,))
 
         done = self._transfers.run(
-            Ask(header.exchange, header.claims),
+            header.ask,
             {
                 Verb.LIMIT: limit,
-                Verb.PUSH: lambda: self.push(numbers, header.push)[0],
+                Verb.PUSH: push,
                 Verb.EXCHANGE: exchange,
+                Verb.SKIP: lambda: self._pushed(skip, (), self.store.push),
                 Verb.CLAIM: lambda: claim if (claim := self.store.start_ahead()).count else None,
                 Verb.PULL: lambda: self._pull_as(header.codec),
             },
         )
         version, arrays = done.pulled or (None, ())
-        return TransferReply(done.result, done.claims, version, done.push_seconds), arrays
+        return TransferReply.of(done, version), arrays
 
     def _pull_as(self, codec: Codec) -> tuple[int, Arrays]:
         return self.pull((), None) if codec is Codec.F32 else self.pull_encoded((), codec)

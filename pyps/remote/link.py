@@ -14,10 +14,10 @@ from pyps.errors import InvalidArgument
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
-from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, PushResult, Traffic
+from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, Traffic
 from pyps.remote import verbs
 from pyps.remote.address import parse_address
-from pyps.remote.away import NO_COUNTS, Away, bounded, check_finite, counted
+from pyps.remote.away import NO_COUNTS, Away, Outgoing, bounded, check_finite
 from pyps.remote.client import Client, Posted
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
@@ -54,8 +54,8 @@ class LinkBackend(Away):
     def traffic(self) -> Traffic:
         return self.client.traffic
 
-    def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
-        codec = self.address.pull if ranges is None else Codec.F32
+    def pull(self, out: Flat, ranges: Ranges | None = None, codec: Codec = Codec.F32) -> int:
+        codec = self.address.pull if ranges is None and codec is Codec.F32 else codec
         if codec is not Codec.F32:
             version, found = self.client.exchange(verbs.PULL_ENCODED(codec))
         elif ranges is None:
@@ -96,59 +96,28 @@ class LinkBackend(Away):
         states = tuple(vectors[1 : 1 + layout.states])
         return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
 
-    def push(self, request: PushRequest) -> PushResult:
-        header, numbers, counts = self._sent(request)
-        with self._settling(request):
-            result, _ = self.client.exchange(verbs.PUSH(header), numbers)
-        return counted(result, counts)
-
-    def exchange(
-        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int | None]:
-        header, numbers, counts = self._sent(request)
-        with self._settling(request):
-            asked = verbs.EXCHANGE(header, self.address.pull)
-            (result, version), found = self.client.exchange(asked, numbers)
-        if version is not None:
-            self._receive("exchange", found, out, self.address.pull)
-            if arrived is not None:
-                arrived(0, out.size)
-        return counted(result, counts), version
-
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
-        header, numbers, counts = self._sent(request.push)
+        push, (header, numbers, counts) = self._sendable(request, self._sent)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
-        asked = TransferHeader(
-            push=header,
-            codec=codec,
-            exchange=request.exchange,
-            claims=request.claims,
-            max_samples=request.max_samples,
-        )
-        began, posted = time.monotonic(), self.client.post(verbs.TRANSFER(asked), numbers)
-        return partial(self._finish, request.push, posted, began, codec, counts)
+        sent = Outgoing(push, codec, counts, time.monotonic(), push is not request.push)
+        asked = TransferHeader(header, codec, request.ask, request.max_samples)
+        return partial(self._finish, sent, self.client.post(verbs.TRANSFER(asked), numbers))
 
     def _finish(
-        self,
-        push: PushRequest,
-        posted: Posted[TransferReply],
-        began: float,
-        codec: Codec,
-        counts: EncodeCounts,
-        out: Flat,
+        self, sent: Outgoing, posted: Posted[TransferReply], out: Flat, arrived: ArrivalCallback | None = None
     ) -> Transferred:
         try:
             reply, found = self.client.take(posted)
         except BaseException as error:
-            self._not_ended(push, error, began)
+            self._not_ended(sent.push, error, sent.began)
             raise
-        self._ended(push, admitted=reply.result is not None)
+        self._ended(sent.push, admitted=reply.result is not None)
         pulled = time.monotonic()
         if reply.version is not None:
-            self._receive("transfer", found, out, codec)
+            self._receive("transfer", found, out, sent.codec)
         # The server's clock is another: the way there counts as long as the way back.
-        pushed = began + reply.push_seconds + max(0.0, pulled - began - reply.push_seconds) / 2
-        return self._finished(reply, counts, began, pushed)
+        pushed = sent.began + reply.push_seconds + max(0.0, pulled - sent.began - reply.push_seconds) / 2
+        return self._finished(sent, reply, pushed, out, arrived)
 
     def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:
         """Parameters, as they came back, to `flat`."""

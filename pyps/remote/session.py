@@ -16,9 +16,7 @@ import msgspec
 
 from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
 from pyps.native import interrupt
-from pyps.native.values import PushResult
 from pyps.profiler.host_memory import trim_malloc
-from pyps.remote import verbs
 from pyps.remote.bounds import AnswerRoom
 from pyps.remote.framing import Frames, to_frames
 from pyps.remote.handlers import STRANGER, LinkSession
@@ -100,15 +98,9 @@ class SessionThread(threading.Thread):
             return _done(calls, call, numbers)
         except WaitInterrupted as error:
             if error.staged is not None:
-                return [encode(Answer(call.seq, encode_raw(_staged(call.verb, error.staged))))]
+                reply = TransferReply(error.staged, (), None, error.staged.wait_seconds, fenced=True)
+                return [encode(Answer(call.seq, encode_raw(reply)))]
             return [failure(call.seq, calls.late(call.verb))]
-
-
-def _staged(verb: str, result: PushResult) -> Any:
-    """The value of a call whose push waits in a round: it counts, though its worker leaves before."""
-    if verb == verbs.TRANSFER.name:
-        return TransferReply(result, (), None, result.wait_seconds)
-    return result if verb == verbs.PUSH.name else (result, None)
 
 
 def _done(calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:

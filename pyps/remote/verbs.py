@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from pyps.errors import InvalidArgument
 from pyps.native.state import StateHeader
-from pyps.native.values import Codec, PushResult
+from pyps.native.values import Codec
 from pyps.remote.framing import Frames
-from pyps.remote.wire import OpenReply, PushHeader, RequestBytes, TransferHeader, TransferReply
+from pyps.remote.wire import OpenReply, RequestBytes, TransferHeader, TransferReply
 from pyps.store.backend import Backend, Count, Timeout
 
 P = ParamSpec("P")
@@ -139,14 +139,8 @@ class Calls(Protocol):
     def state(self, timeout: Timeout) -> tuple[StateHeader, tuple[Count, ...]]:
         """The header, and the ranks that have a residual. Back: parameters, vectors, residuals."""
 
-    def push(self, header: PushHeader) -> PushResult:
-        """Numbers: the gradient."""
-
-    def exchange(self, header: PushHeader, codec: Codec) -> tuple[PushResult, int | None]:
-        """Numbers: the gradient. Back: parameters in the codec; None: none, the worker was fenced."""
-
     def transfer(self, header: TransferHeader) -> TransferReply:
-        """Backend.begin_transfer, sent and done. Numbers as of `exchange`."""
+        """Backend.begin_transfer, sent and done. Numbers: the gradient. Back: parameters in the codec."""
 
 
 HELLO = verb(Calls.hello, Caller.STRANGER, needs_store=False)
@@ -167,8 +161,6 @@ PULL_ENCODED = verb(Calls.pull_encoded, OPENED, back=Bulk.GRADIENT)
 READ = verb(Calls.read, OPENED, Bulk.GRADIENT, Bulk.GRADIENT)
 SNAPSHOT = verb(Calls.snapshot, OPENED, back=Bulk.STORE)
 STATE = verb(Calls.state, OPENED, back=Bulk.STATE)
-PUSH = verb(Calls.push, Caller.WORKER, Bulk.GRADIENT)
-EXCHANGE = verb(Calls.exchange, Caller.WORKER, Bulk.GRADIENT, Bulk.GRADIENT)
 TRANSFER = verb(Calls.transfer, Caller.WORKER, Bulk.GRADIENT, Bulk.GRADIENT)
 STATUS = verb(Backend.status, OPENED)
 MEMBERS = verb(Backend.members, OPENED)

@@ -45,9 +45,10 @@ from pyps.native.values import (
     PushResult,
     Tensor,
 )
+from pyps.step.transfer import Ask, Done
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 8
+PROTOCOL = 9
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -172,10 +173,9 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step's way there and back: a push, claims of later steps, a pull (pyps.native.transfer)."""
 
     push: PushHeader
-    codec: Codec
-    exchange: bool
-    claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)]
-    max_samples: Count | None
+    codec: Codec = Codec.F32
+    ask: Ask = Ask()
+    max_samples: Count | None = None
 
 
 class TransferReply(msgspec.Struct, frozen=True):
@@ -185,6 +185,14 @@ class TransferReply(msgspec.Struct, frozen=True):
     claims: tuple[Claim, ...]
     version: int | None
     push_seconds: float
+    skipped: bool = False
+    fenced: bool = False
+
+    @classmethod
+    def of(cls, done: Done, version: int | None) -> TransferReply:
+        """version: of what was pulled."""
+        fenced = done.error is not None
+        return cls(done.result, done.claims, version, done.push_seconds, done.skipped, fenced)
 
 
 def _plain(value: Any) -> Any:

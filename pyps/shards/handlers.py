@@ -30,7 +30,7 @@ from pyps.shards.decisions import DecisionLog
 from pyps.shards.host import ShardHost
 from pyps.shards.shard import ShardStore
 from pyps.shards.verbs import HANDLERS, CommitHeader, CommitReply, Following, LogEntry, LogKind
-from pyps.step.transfer import Ask, Transfers, Verb
+from pyps.step.transfer import Transfers, Verb
 from pyps.store.codec import encode
 
 MAX_ENTRIES_SECONDS = 1.0
@@ -104,10 +104,10 @@ class HeadSession:
             self.enter()
         return self._entered(seq)
 
-    def drop(self, seq: int, transfer: bool) -> None:
+    def drop(self, seq: int, alone: bool) -> None:
         """A server has not taken its part of a push. Later transfers fail too: they would use its claim."""
         log, tag = self._entered(seq)
-        if transfer:
+        if not alone:
             error = StoreError("push", "an earlier transfer failed: a server did not take its part")
             self._transfers.fail(error)
         if seq > self._last:  # else it was decided
@@ -115,7 +115,7 @@ class HeadSession:
             log.settle(tag)
 
     def commit(self, store: LocalBackend, header: CommitHeader) -> CommitReply:
-        """Push, claim ahead and pin, as far as the header says. Raises as Store.push."""
+        """Push, claim ahead and pin, as far as the header says. Raises as Backend.begin_transfer."""
         pushes = header.push is not None and header.push.samples > 0
         log, tag = self._reading(header.seq) if header.push is None else self._entered(header.seq)
         layout = store.layout
@@ -143,17 +143,8 @@ class HeadSession:
             Verb.PULL: pin,
         }
         try:
-            if header.transfer:
-                done = self._transfers.run(Ask(header.exchange, header.claims), steps)
-                reply = TransferReply(done.result, done.claims, done.pulled, done.push_seconds)
-                return CommitReply(tag[0], reply)
-            result = push()
-            try:
-                return CommitReply(tag[0], TransferReply(result, (), pin(), 0.0))
-            except Fenced:
-                if result is None:
-                    raise
-                return CommitReply(tag[0], TransferReply(result, (), None, 0.0))
+            done = self._transfers.run(header.ask, steps)
+            return CommitReply(tag[0], TransferReply.of(done, done.pulled))
         finally:
             if pushes:
                 log.settle(tag)
@@ -245,8 +236,8 @@ class ShardSession:
         self.head.made()
 
     @HANDLERS.plain(verbs.DROP)
-    def drop(self, seq: int, transfer: bool) -> None:
-        self.head.drop(seq, transfer)
+    def drop(self, seq: int, alone: bool) -> None:
+        self.head.drop(seq, alone)
 
     @HANDLERS.plain(verbs.PIN_STATE)
     def pin_state(self, seq: int, timeout: float) -> tuple[int, StateHeader]:

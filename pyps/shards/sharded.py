@@ -33,13 +33,12 @@ from pyps.native.values import (
     Flat,
     Layout,
     PushRequest,
-    PushResult,
     Role,
     Tag,
     Traffic,
 )
 from pyps.remote.address import parse_servers
-from pyps.remote.away import NO_COUNTS, Away, bounded, check_finite, counted
+from pyps.remote.away import NO_COUNTS, Away, Outgoing, bounded, check_finite
 from pyps.remote.client import Client, Posted
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
@@ -233,10 +232,11 @@ class ShardedBackend(Away):
                 self._client = self.client.call(verbs.ENTER())
                 entered = True
 
-    def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
+    def pull(self, out: Flat, ranges: Ranges | None = None, codec: Codec = Codec.F32) -> int:
         if ranges is not None:
             _refuse_ranges("pull")
-        version = self._pin(LogKind.PIN, lambda tag: self._fetch(tag, out, self.address.pull))
+        codec = self.address.pull if codec is Codec.F32 else codec
+        version = self._pin(LogKind.PIN, lambda tag: self._fetch(tag, out, codec))
         self._compute_began = time.monotonic()
         return version
 
@@ -281,37 +281,6 @@ class ShardedBackend(Away):
     def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         _refuse_ranges("read")
 
-    def push(self, request: PushRequest) -> PushResult:
-        return self._push(request, None)[0]
-
-    def exchange(
-        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int | None]:
-        result, version, tag = self._push(request, LogKind.PIN)
-        if version is None or not self._fetched(tag, out, self.address.pull):
-            return result, None
-        if arrived is not None:
-            arrived(0, out.size)
-        return result, version
-
-    def _fetched(self, tag: Tag, out: Flat, codec: Codec) -> bool:
-        """After a push, which counts: fetch what it pinned; False: that cannot be, as the next pull says."""
-        try:
-            self._fetch(tag, out, codec)
-        except (Fenced, NotFinite):
-            return False
-        return True
-
-    def _push(self, request: PushRequest, pin: LogKind | None) -> tuple[PushResult, int | None, Tag]:
-        seq = next(self._numbers)
-        header, parts, counts = self._sent(request)
-        with self._settling(request):
-            receipts = self._stage(seq, header, self._post_parts(seq, header, parts))
-            reply = self.client.call(verbs.COMMIT(CommitHeader(seq, header, receipts, pin)))
-        result = reply.transfer.result
-        assert result is not None
-        return counted(result, counts), reply.transfer.version, (reply.client, seq)
-
     def _post_parts(self, seq: int, header: PushHeader, parts: PartNumbers) -> list[Posted[bytes]]:
         tag: Tag = (self._client, seq)
         posted = []
@@ -324,7 +293,7 @@ class ShardedBackend(Away):
         return posted
 
     def _stage(
-        self, seq: int, header: PushHeader, posted: list[Posted[bytes]], transfer: bool = False
+        self, seq: int, header: PushHeader, posted: list[Posted[bytes]], alone: bool = True
     ) -> tuple[bytes, ...]:
         """Wait until every shard has its part: their receipts. If one has not, none is needed."""
         if not header.samples:
@@ -332,47 +301,49 @@ class ShardedBackend(Away):
         try:
             return tuple(receipt for receipt, _ in self._take(posted))
         except Exception:
-            self.client.call(verbs.DROP(seq, transfer))
+            self.client.call(verbs.DROP(seq, alone))
             raise
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """The parts of the gradient are sent now, the rest is for what is returned."""
-        push, seq = request.push, next(self._numbers)
-        header, parts, counts = self._sent(push)
-        began, posted = time.monotonic(), self._post_parts(seq, header, parts)
+        seq, ask = next(self._numbers), request.ask
+        push, (header, parts, counts) = self._sendable(request, self._sent)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
+        sent = Outgoing(push, codec, counts, time.monotonic(), push is not request.push)
+        posted = self._post_parts(seq, header, parts)
 
         def decide() -> CommitReply:
-            receipts = self._stage(seq, header, posted, True)
-            asked = (receipts, LogKind.PIN, True, request.exchange, request.claims, request.max_samples)
-            return self.client.call(verbs.COMMIT(CommitHeader(seq, header, *asked)))
+            receipts = self._stage(seq, header, posted, ask.alone)
+            pin = LogKind.PIN if ask.pulls else None
+            asked = CommitHeader(seq, header, receipts, pin, ask, request.max_samples)
+            return self.client.call(verbs.COMMIT(asked))
 
-        return partial(self._finish, push, decide, seq, began, codec, counts)
+        return partial(self._finish, sent, seq, decide)
 
     def _finish(
         self,
-        push: PushRequest,
-        decide: Callable[[], CommitReply],
+        sent: Outgoing,
         seq: int,
-        began: float,
-        codec: Codec,
-        counts: EncodeCounts,
+        decide: Callable[[], CommitReply],
         out: Flat,
+        arrived: ArrivalCallback | None = None,
     ) -> Transferred:
         try:
             decided = decide()
         except BaseException as error:
-            self._not_ended(push, error, began)
+            self._not_ended(sent.push, error, sent.began)
             raise
         reply = decided.transfer
-        self._ended(push, admitted=reply.result is not None)
+        self._ended(sent.push, admitted=reply.result is not None)
         pushed = time.monotonic()
-        tag: Tag = (decided.client, seq)
-        if reply.version is not None and reply.result is None:
-            self._fetch(tag, out, codec)
-        elif reply.version is not None and not self._fetched(tag, out, codec):
-            reply = msgspec.structs.replace(reply, version=None)
-        return self._finished(reply, counts, began, pushed)
+        if reply.version is not None:
+            try:
+                self._fetch((decided.client, seq), out, sent.codec)
+            except (Fenced, NotFinite):
+                if reply.result is None:
+                    raise
+                reply = msgspec.structs.replace(reply, version=None, fenced=True)
+        return self._finished(sent, reply, pushed, out, arrived)
 
     def _sent(self, request: PushRequest) -> tuple[PushHeader, PartNumbers, EncodeCounts]:
         """What is sent for a push: its header, each shard's numbers, and what was not finite among them.

@@ -7,15 +7,15 @@ of a gradient (stage) and takes its part of a pinned version. The other servers 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import Meta
 
 from pyps.native.state import StateHeader
 from pyps.native.values import Codec, Tag, Ticket
 from pyps.remote.verbs import OPENED, Bulk, Caller, Handlers, LinkVerb, verb
-from pyps.remote.wire import MAX_IN_FLIGHT, OpenReply, PushHeader, RequestBytes, TransferReply
+from pyps.remote.wire import OpenReply, PushHeader, RequestBytes, TransferReply
+from pyps.step.transfer import Ask
 from pyps.store.backend import Count, Position, Timeout
 
 
@@ -64,17 +64,14 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     claims of later steps, and the version to pull.
 
     seq: the client's number of it; those of its pushes rise. receipts: each shard's for its part. pin: PIN or
-    PIN_ALL; None: nothing is pulled. transfer: it is one (pyps.step.transfer), in which a rejected push is no
-    error. exchange, max_samples, claims: as in TransferHeader.
+    PIN_ALL; None: nothing is pulled. ask, max_samples: as in TransferHeader.
     """
 
     seq: Position
     push: PushHeader | None = None
     receipts: tuple[bytes, ...] = ()
     pin: LogKind | None = None
-    transfer: bool = False
-    exchange: bool = False
-    claims: Annotated[int, Meta(ge=0, le=MAX_IN_FLIGHT)] = 0
+    ask: Ask = Ask(alone=True)
     max_samples: Count | None = None
 
 
@@ -96,8 +93,8 @@ class ShardCalls(Protocol):
     def commit(self, header: CommitHeader) -> CommitReply:
         """To the first server: decide. Raises as Backend.push."""
 
-    def drop(self, seq: Position, transfer: bool) -> None:
-        """To the first server: some server has not taken its part of this push."""
+    def drop(self, seq: Position, alone: bool) -> None:
+        """To the first server: some server has not taken its part of this push. alone: as in Ask."""
 
     def pin_state(self, seq: Position, timeout: Timeout) -> tuple[int, StateHeader]:
         """To the first server: keep all of one version; this client's number, and the head's state."""

@@ -11,7 +11,9 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from pyps.errors import Fenced, NotFinite, PushRejected
 from pyps.native.values import Claim, PushResult
@@ -25,26 +27,38 @@ class Verb(Enum):
     LIMIT = "limit"  # nothing: says how many samples a claim may have, if that has changed
     PUSH = "push"  # the push's result
     EXCHANGE = "exchange"  # that, and what PULL answers
+    SKIP = "skip"  # nothing: a push of no samples, in place of one whose values are not finite
     CLAIM = "claim"  # the claim of a later step; None: none now
     PULL = "pull"  # the parameters, as its user has them
 
 
+MOST_CLAIMS = 16  # of a transfer: the steps of the deepest pipeline, and some more
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Tell a transfer what to do. exchanges: the pull comes with the push; else after the claims, so that
-    parameters are no older than a bounded policy allows. claims: of later steps, as far as the policy allows.
-    pulls: whether parameters come back.
+    """Say what a transfer is to do.
+
+    exchanges: the pull comes with the push; otherwise after the claims, so that parameters are no older than
+    a bounded policy allows. claims: of later steps, as far as the policy allows. pulls: whether parameters
+    come back. alone: its sender has no other under way and waits for it, so it does not fail as an earlier
+    one did; a push that is rejected, or whose values are not finite, is an error. Otherwise these are part
+    of a transfer: a step that cannot be pushed is skipped.
     """
 
     exchanges: bool = False
-    claims: int = 0
+    claims: Annotated[int, Meta(ge=0, le=MOST_CLAIMS)] = 0
     pulls: bool = True
+    alone: bool = False
 
 
 @dataclass(slots=True)
 class Done:
-    """result: of the push; None: the policy rejected it. pulled: what came back; None: nothing was asked for,
-    or there was an `error` after the push. push_seconds: from the beginning until that.
+    """Hold what a transfer came to.
+
+    result: of the push; None: the policy rejected it, or it was `skipped`. pulled: what came back; None:
+    nothing was asked for, or there was an `error` after the push. push_seconds: from the beginning until
+    the push had ended.
     """
 
     result: PushResult | None
@@ -52,6 +66,7 @@ class Done:
     pulled: Any
     error: Fenced | NotFinite | None = None
     push_seconds: float = 0.0
+    skipped: bool = False
 
 
 TransferVerbs = Generator[Verb, Any, Done]
@@ -60,19 +75,24 @@ TransferVerbs = Generator[Verb, Any, Done]
 def transfer(ask: Ask) -> TransferVerbs:
     """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
 
-    A rejected push is part of a transfer. A worker that is fenced after its push has pushed nonetheless, as
+    A worker that is fenced after its push has pushed nonetheless, as
     has one whose parameters cannot be encoded. Any other error ends the transfer, and is raised.
     """
     result = pulled = None
     claims: list[Claim] = []
+    skipped = False
     yield Verb.LIMIT
     try:
         if ask.exchanges:
             result, pulled = yield Verb.EXCHANGE
         else:
             result = yield Verb.PUSH
-    except PushRejected:
-        pass
+    except (PushRejected, NotFinite) as error:
+        if ask.alone:
+            raise
+        skipped = isinstance(error, NotFinite)
+    if skipped:
+        yield Verb.SKIP
     try:
         if ask.exchanges and pulled is None:
             pulled = yield Verb.PULL
@@ -84,14 +104,14 @@ def transfer(ask: Ask) -> TransferVerbs:
         if result is None:
             raise
         return Done(result, tuple(claims), None, error)
-    return Done(result, tuple(claims), pulled)
+    return Done(result, tuple(claims), pulled, skipped=skipped)
 
 
 class Transfers:
     """The transfers of one worker, one after another.
 
-    After one that failed all fail alike, until the worker starts or rejoins: they were sent before it knew,
-    and a push would be taken for the one that failed.
+    After one that failed all but those that are alone fail alike, until the worker starts or rejoins: they
+    were sent before it knew, and a push would be taken for the one that failed.
     """
 
     def __init__(self) -> None:
@@ -99,6 +119,8 @@ class Transfers:
 
     def steps(self, ask: Ask) -> TransferVerbs:
         """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
+        if ask.alone:
+            return (yield from transfer(ask))
         self.check()
         try:
             done = yield from transfer(ask)
@@ -137,7 +159,7 @@ def _run(steps: TransferVerbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
                 following = partial(steps.throw, error)
             else:
                 following = partial(steps.send, answer)
-            if verb in (Verb.PUSH, Verb.EXCHANGE):
+            if verb in (Verb.PUSH, Verb.EXCHANGE, Verb.SKIP):
                 pushed = time.monotonic() - began
             verb = following()
     except StopIteration as end:

@@ -22,7 +22,7 @@ from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, TransferRequest
+from pyps.native.transfer import FinishTransfer, TransferRequest
 from pyps.native.values import (
     Claim,
     Codec,
@@ -31,8 +31,6 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
-    PushRequest,
-    PushResult,
     RankCost,
     Role,
     Tensor,
@@ -133,10 +131,11 @@ class Backend(Protocol):
 
     # Parameters.
 
-    def pull(self, out: Flat, ranges: Ranges | None = None) -> int:
+    def pull(self, out: Flat, ranges: Ranges | None = None, codec: Codec = Codec.F32) -> int:
         """Copy the parameters, each chunk whole, to `out`; the oldest version among the chunks.
 
         ranges: uint64 [n, 2], parts of the flat vector, whose values `out` then has one after the other.
+        codec: of the numbers on their way, without ranges. Raises NotFinite where they cannot be encoded.
         """
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
@@ -170,25 +169,14 @@ class Backend(Protocol):
     def staging(self, staging: int) -> Flat:
         """A staging buffer's fp32 [flat_elements], without a copy. Raises OutOfSpace."""
 
-    def push(self, request: PushRequest) -> PushResult:
-        """Give a gradient, and take the optimizer's step with it.
-
-        Raises Fenced, PushRejected, TimedOut, NotFinite, OutOfSpace, InvalidArgument.
-        """
-
-    def exchange(
-        self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
-    ) -> tuple[PushResult, int | None]:
-        """A push and the pull after it in one pass; the version that `out` holds, None: after the push, which
-        counts, a pull raised Fenced or NotFinite, as the next one will. arrived: is called in this thread
-        with runs of `out` that are final, in ascending order; a store elsewhere calls it once.
-        """
-
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a push, claims of later steps and a pull; what is returned waits for their end, and writes the
         parameters. Several may be under way, to be finished in order, in another thread if need be. A store
         on this machine does all of it at the end. After one has failed later ones fail alike, until the
-        worker rejoins or starts. Raises NotFinite, having sent nothing.
+        worker rejoins or starts.
+
+        Raises Fenced, TimedOut, OutOfSpace, InvalidArgument; one that is alone (pyps.step.transfer.Ask) also
+        PushRejected, NotFinite: a store elsewhere has been sent nothing then.
         """
 
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:

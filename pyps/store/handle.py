@@ -82,6 +82,7 @@ class StoreHandle:
         self.rank: int | None = None
         self.layout, self.tensors, self._params = backend.layout, backend.tensors, backend.policy_params
         self.servers, self.undone = backend.servers, backend.undone
+        self.has_link = backend.servers > 0  # that transfers cross, a real or an emulated one
         self._calls = Turns(name, backend)
         self._looks = Turns(name, backend)  # held while the mapping may change, and by each look at it
         self._pid = os.getpid()

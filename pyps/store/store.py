@@ -20,7 +20,13 @@ from pyps.native.decisions import Advice
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, Visitor, as_ranges, elements, row_ranges, tensor_ranges
 from pyps.native.state import StoreState
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import (
+    NO_PARAMETERS,
+    ArrivalCallback,
+    FinishTransfer,
+    Transferred,
+    TransferRequest,
+)
 from pyps.native.values import (
     Agreement,
     Claim,
@@ -36,6 +42,7 @@ from pyps.native.values import (
     Role,
     Snapshot,
 )
+from pyps.step.transfer import Ask
 from pyps.store.backend import Backend
 from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.creation import store_config
@@ -47,6 +54,7 @@ from pyps.store.staging import StagingBuffer, check_vector, exchanged, push_requ
 T = TypeVar("T")
 JoinRole = Literal["worker", "observer", "new_worker"]
 UNSAID = Agreement()
+PUSH, EXCHANGE = Ask(pulls=False, alone=True), Ask(exchanges=True, alone=True)
 Making = Callable[[str, Config, StoreState | None, bool], Backend]
 
 
@@ -177,12 +185,20 @@ class Store(StoreHandle):
             self._drawn = claim.first, 0
             return claim
 
-    def pull(self, out: Flat | None = None, *, strict: bool = False, ranges: Any = None) -> tuple[Flat, int]:
+    def pull(
+        self,
+        out: Flat | None = None,
+        *,
+        strict: bool = False,
+        ranges: Any = None,
+        codec: Codec | str = Codec.F32,
+    ) -> tuple[Flat, int]:
         """Copy the parameters to `out` (fp32 [flat_elements], contiguous; new if None): (flat, version).
 
         Each chunk is whole; while others push, chunks may be of different versions, the oldest of which is
         reported. strict=True copies one single version (see `snapshot`). ranges: of parts of the flat vector
-        alone (see `ranges`), whose values `out` holds one after the other; no other part is read.
+        alone (see `ranges`), whose values `out` holds one after the other; no other part is read. codec: in
+        which all parameters travel, unless strict: they are those that it carries.
         """
         if ranges is not None:
             return self._pull_ranges(as_ranges("pull", ranges), out, strict)
@@ -190,7 +206,7 @@ class Store(StoreHandle):
         self._target("pull", out, self.layout.flat_elements)
         if not strict:
             with self._calls as backend:
-                return out, backend.pull(out)
+                return out, backend.pull(out, None, as_codec(codec))
         return out, self._snapshot_into(out, (), np.empty(self.layout.chunks, np.float64), None)
 
     def _pull_ranges(self, parts: Ranges, out: Flat | None, strict: bool) -> tuple[Flat, int]:
@@ -314,18 +330,29 @@ class Store(StoreHandle):
 
     def send(self, request: PushRequest) -> PushResult:
         """Push. Raises Fenced, PushRejected, TimedOut, NotFinite, InvalidArgument."""
-        with self._calls as backend:
-            return backend.push(self._checked(request))
+        result = self._transfer(request, PUSH, NO_PARAMETERS).result
+        assert result is not None
+        return result
 
     def send_and_pull(
         self, request: PushRequest, out: Flat, arrived: ArrivalCallback | None = None
     ) -> tuple[PushResult, int | None]:
-        """Push and pull in one pass, as Backend.exchange. arrived: called in this thread, meanwhile, with the
-        first element and the count of further runs of `out` that are final; it must not use this Store.
+        """Push and pull in one pass: the push's result, and the version that `out` holds; None: the push
+        counts, and a pull raised Fenced or NotFinite, as the next one will.
+
+        arrived: called in this thread, meanwhile, with the first element and the count of further runs of
+        `out` that are final; it must not use this Store.
         """
         self._target("exchange", out, self.layout.flat_elements)
+        done = self._transfer(request, EXCHANGE, out, arrived)
+        assert done.result is not None
+        return done.result, done.version
+
+    def _transfer(
+        self, push: PushRequest, ask: Ask, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> Transferred:
         with self._calls as backend:
-            return backend.exchange(self._checked(request), out, arrived)
+            return backend.begin_transfer(TransferRequest(self._checked(push), ask=ask))(out, arrived)
 
     def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
         """Send a step's push, claims of later steps and pull; what is returned waits for their end. As
@@ -335,9 +362,11 @@ class Store(StoreHandle):
             finish = backend.begin_transfer(replace(request, push=self._checked(request.push)))
         return finish if self.servers else partial(self._finish_here, finish)
 
-    def _finish_here(self, finish: FinishTransfer, out: Flat) -> Transferred:
+    def _finish_here(
+        self, finish: FinishTransfer, out: Flat, arrived: ArrivalCallback | None = None
+    ) -> Transferred:
         with self._calls:
-            return finish(out)
+            return finish(out, arrived)
 
     def set_threads(self, threads: int) -> int:
         """Let up to `threads` threads of this process, the caller's among them, share the chunks of a

@@ -129,7 +129,6 @@ def attached(
     rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
     optimizer = store.layout.optimizer
     follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
-    links = settings.make_links()
     binding = Binding(
         attachment,
         store,
@@ -138,14 +137,14 @@ def attached(
         hooks=local is None,
         early=local is None and not follows,
         overlaps=settings.depth > 1,
-        halves=local is None and not follows and not links.emulated and _is_exact(store, settings),
+        halves=local is None and not follows and not store.has_link and _is_exact(store, settings),
     )
     if needs.resizes_batches:
         own = own_vectors(optimizer, settings.depth) if follows else 0
         extra = (extra_buffers(settings.most_depth) + own + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
         budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
-    client = StoreClient(store, settings.pull_codec, budget=budget, links=links)
+    client = StoreClient(store, settings.pull_codec, budget=budget)
     whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     transport = Transport(
         client,
@@ -197,7 +196,7 @@ def _is_exact(store: Store, settings: Settings) -> bool:
 def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | None:
     """What decides this worker's mode while it runs; None: its mode stays, since it has no link."""
     choices = settings.choices
-    if choices is None or not client.has_link:
+    if choices is None or not client.store.has_link:
         return None
     push, pull = name_of(settings.encoding.codec), name_of(settings.pull_codec)
     mode = WorkerMode(push_codec=push, pull_codec=pull, depth=settings.depth)

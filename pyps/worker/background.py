@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from pyps.errors import TimedOut
 
+CLOSE_SECONDS = 10.0  # that transfers under way may take in the end
 T = TypeVar("T")
 
 

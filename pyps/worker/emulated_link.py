@@ -7,21 +7,29 @@ transfer takes comes on top; on one machine that is little.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from pyps.errors import Fenced, TimedOut
+from pyps.formats.records import Span
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
+from pyps.native.values import Codec, Flat
 from pyps.profiler.throttle import NANOSECOND, sleep_until
 from pyps.solver.links import FairShares, LinkSpec
-from pyps.worker.background import BackgroundThread
+from pyps.store.codec import as_codec, encoded_vector_bytes
+from pyps.store.store import Store
+from pyps.worker.background import CLOSE_SECONDS, BackgroundThread
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the clock begins again with it
 T = TypeVar("T")
@@ -101,7 +109,6 @@ class EmulatedLinks:
         self._latency = round(sum(link.latency_seconds for link in links) / NANOSECOND)
         self._ways = {way: [_one_way(link, way, folder) for link in links] for way in Way}
         self._ways[Way.FROM_STORE].reverse()
-        self.emulated = bool(links)
 
     def send(self, way: Way, size: int, at: int | None = None) -> int:
         """Return when a message that leaves `at` a time, by default now, has passed all links; when it
@@ -140,9 +147,11 @@ class RoundTrips(Generic[T]):
     def begin(
         self, size: int, answer: Callable[[], tuple[T, int]], before: Callable[[], object] | None = None
     ) -> Callable[[], T]:
-        """Send a message of `size` bytes. When it has arrived, `answer` makes the answer, and its size; what
-        is returned waits until that is here. It raises what `answer` raised. before: a wait at the store,
-        after the last answer, until the message may be sent; if it raises Fenced, so will `answer`.
+        """Send a message of `size` bytes. When it has arrived, `answer` makes the answer and its size (0: the
+        way back takes no time); what is returned waits until that is here, and raises what `answer` raised.
+
+        before: a wait at the store, after the last answer, until the message may be sent; if it raises
+        Fenced, so will `answer`.
         """
         if before is None:
             self._up.submit(partial(self._links.send, Way.TO_STORE, size, time.monotonic_ns()))
@@ -164,7 +173,7 @@ class RoundTrips(Generic[T]):
 
     def _return(self) -> tuple[T, int]:
         made, size, answered = self._far_end.take()
-        return made, self._links.send(Way.FROM_STORE, size, answered)
+        return made, self._links.send(Way.FROM_STORE, size, answered) if size else answered
 
     def _take(self) -> T:
         made, arrives = self._down.take()
@@ -176,6 +185,77 @@ class RoundTrips(Generic[T]):
         for thread, end in ((self._up, _nothing), (self._far_end, last), (self._down, _nothing)):
             with suppress(TimedOut):
                 thread.close(end, timeout)
+
+
+class FarStore(Store):
+    """A store whose transfers and pulls cross emulated links."""
+
+    def __init__(self, store: Store, links: EmulatedLinks) -> None:
+        """store: just opened; it is this one's from now on."""
+        super().__init__(store.name, store.backend)
+        self.has_link = True
+        self._links = links
+        self._trips: RoundTrips[Transferred] | None = None
+        self._spare: list[Flat] = []  # for what travels back
+
+    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+        """Send a transfer as a Store does; several may be under way on the links."""
+        if self._trips is None:
+            self._trips = RoundTrips(self._links, f"pyps-transfer-{self.rank}-store")
+        push, here = request.push, super().begin_transfer
+        params = self._spare.pop() if self._spare else np.empty(self.layout.flat_elements, np.float32)
+        left, waits = time.monotonic(), list[Span]()
+
+        def await_turn() -> None:
+            began = time.monotonic()
+            self.await_turn()
+            waits.append(("wait", began, time.monotonic()))
+
+        def answer() -> tuple[Transferred, int]:
+            there: Span = ("push", waits[-1][2] if waits else left, time.monotonic())
+            done = here(request)(params)
+            size = 0 if done.version is None else self._bytes(request.codec)
+            return replace(done, spans=[*waits, there, *done.spans]), size
+
+        size = self._bytes(push.encoding.codec) if push.samples else 0
+        turns = self.policy_needs().uses_turns and push.samples > 0
+        return partial(self._arrive, self._trips.begin(size, answer, await_turn if turns else None), params)
+
+    def _arrive(
+        self, receive: Callable[[], Transferred], params: Flat, out: Flat, _: ArrivalCallback | None = None
+    ) -> Transferred:
+        try:
+            done = receive()
+            if done.version is None:
+                return done
+            np.copyto(out, params)
+        finally:
+            self._spare.append(params)
+        return replace(done, spans=[*done.spans, ("pull", done.spans[-1][2], time.monotonic())])
+
+    def pull(
+        self,
+        out: Flat | None = None,
+        *,
+        strict: bool = False,
+        ranges: Any = None,
+        codec: Codec | str = Codec.F32,
+    ) -> tuple[Flat, int]:
+        """Pull as a Store does; a strict pull, and one of parts, takes no time on the links."""
+        found = super().pull(out, strict=strict, ranges=ranges, codec=codec)
+        if not strict and ranges is None:
+            self._links.carry(Way.FROM_STORE, self._bytes(as_codec(codec)))
+        return found
+
+    def _bytes(self, codec: Codec) -> int:
+        return encoded_vector_bytes(codec, self.layout)
+
+    def close(self) -> None:
+        """Leave the store, after what travels over the links."""
+        if self._trips is None or os.getpid() != self._pid:
+            super().close()
+        else:
+            self._trips.close(super().close, CLOSE_SECONDS)
 
 
 def _nothing() -> None:

@@ -240,7 +240,7 @@ class Worker:
     def _join(self, settings: Settings, attachment: Attachment, timeout: float) -> tuple[Store, int]:
         """Open the run's store, which rank 0 makes, and join it; the store, and this rank's pushes so far."""
         register_policy(settings.policy)
-        self._store = store = open_or_create(settings, attachment, timeout)
+        self._store = store = settings.across_links(open_or_create(settings, attachment, timeout))
         atexit.register(_close_if_alive, weakref.ref(self))
         check_same(store, attachment)
         check_agreed(store, settings)

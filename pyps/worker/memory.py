@@ -88,13 +88,19 @@ class AnnouncedBudget:
 
     def announce(self) -> None:
         """Before a claim: give the store the number of samples that fit, if it has changed."""
-        alive = (MemberState.ACTIVE, MemberState.FENCED)
-        self._peers = cgroup_peers([m.pid for m in self._store.members() if m.state in alive])
+        if self._store.servers:
+            self._count_peers()
         if (most := self.change()) is not None:
             self._store.set_max_samples(most)
 
+    def _count_peers(self) -> None:
+        alive = (MemberState.ACTIVE, MemberState.FENCED)
+        self._peers = cgroup_peers([m.pid for m in self._store.members() if m.state in alive])
+
     def change(self) -> int | None:
         """The number of samples that fit, for the caller to give to the store; None: it has not changed."""
+        if not self._store.servers:  # else a look at its members is a call
+            self._count_peers()
         if not self._announces or (most := self._budget.look()) == self._announced:
             return None
         self._announced = most

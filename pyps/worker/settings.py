@@ -24,7 +24,8 @@ from pyps.solver.links import LinkSpec
 from pyps.solver.mode import Mode
 from pyps.store.codec import fed_back
 from pyps.store.policies import Policy, policy_named
-from pyps.worker.emulated_link import EmulatedLinks
+from pyps.store.store import Store
+from pyps.worker.emulated_link import EmulatedLinks, FarStore
 from pyps.worker.mode import ModeOptions, RankMode, choices_of, launched_mode, launched_policy
 
 if TYPE_CHECKING:
@@ -222,9 +223,10 @@ class Settings:
             raise InputError("join", "batches", "nothing", expected)
         return self.batches
 
-    def make_links(self) -> EmulatedLinks:
-        """The emulated links to the store, if any."""
-        return EmulatedLinks(self.throttle.links if self.throttle else (), self.run_dir)
+    def across_links(self, store: Store) -> Store:
+        """Return the store behind the emulated links to it; itself if there are none."""
+        links = self.throttle.links if self.throttle else ()
+        return FarStore(store, EmulatedLinks(links, self.run_dir)) if links else store
 
     def make_throttle(self, *, on_gpu: bool) -> Throttle | None:
         """The throttle, if any; on a GPU it multiplies wall time, since the thread computes nothing there."""

@@ -31,9 +31,9 @@ from pyps.step.transfer import Ask
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
-from pyps.worker.background import BackgroundThread
+from pyps.worker.background import CLOSE_SECONDS, BackgroundThread
 from pyps.worker.binding import Binding
-from pyps.worker.client import CLOSE_SECONDS, EndTransfer, StoreClient, Transfer
+from pyps.worker.client import EndTransfer, StoreClient, Transfer
 from pyps.worker.onward import Onward
 from pyps.worker.step import Outcome, Step
 
@@ -80,9 +80,9 @@ class Serial:
     def take(self) -> Transfer:
         assert self._sent is not None
         (request, ask), self._sent = self._sent, None
-        binding = self._binding
+        binding, client = self._binding, self._client
         binding.coming()
-        transfer = self._client.send(request, ask, binding.flat, binding.arrived())
+        transfer = client.begin_transfer(request, ask, client.pull_codec)(binding.flat, binding.arrived())
         if transfer.outcome.version is not None:
             binding.came()
         return transfer
@@ -139,7 +139,7 @@ class Overlapped:
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        self._sender.close(partial(self._receiver.end, self._client.close), timeout)
+        self._sender.close(partial(self._receiver.end, self._client.store.close), timeout)
         self._receiver.join(max(0.0, deadline - time.monotonic()))
 
     def _post(self, request: PushRequest, ask: Ask, pull: Codec) -> None:

@@ -24,6 +24,7 @@ from pyps.remote.verbs import Asked, LinkVerb
 from pyps.remote.wire import PROTOCOL, PushHeader, TransferHeader
 from pyps.shards import verbs as shards
 from pyps.shards.verbs import CommitHeader, LogKind
+from pyps.step.transfer import Ask
 
 VERBS: dict[str, LinkVerb[Any, Any]] = {**link.VERBS, **shards.VERBS}
 
@@ -50,7 +51,11 @@ def commit(known: Known, draw: random.Random) -> CommitHeader:
     receipts = tuple(draw.randbytes(16) for _ in range(draw.randrange(3)))
     pushed = draw.choice((None, header(known, draw)))
     pin = draw.choice((None, LogKind.PIN, LogKind.PIN_ALL, LogKind.APPLY, LogKind.END))
-    return CommitHeader(draw.randrange(1, 2000), pushed, receipts, pin, draw.random() < 0.5)
+    return CommitHeader(draw.randrange(1, 2000), pushed, receipts, pin, ask(draw))
+
+
+def ask(draw: random.Random) -> Ask:
+    return Ask(*(draw.random() < 0.5, draw.choice((0, 3)), draw.random() < 0.5, draw.random() < 0.5))
 
 
 def tag(known: Known, draw: random.Random) -> tuple[int, int]:
@@ -77,9 +82,7 @@ CASES: dict[str, Case] = {
     "read": lambda k, d: (d.randrange(4), 0.0),
     "snapshot": lambda k, d: (d.randrange(3), 0.1),
     "state": lambda k, d: (0.1,),
-    "push": lambda k, d: (header(k, d),),
-    "exchange": lambda k, d: (header(k, d), d.choice(list(Codec))),
-    "transfer": lambda k, d: (TransferHeader(header(k, d), Codec.F32, d.random() < 0.5, 3, 1),),
+    "transfer": lambda k, d: (TransferHeader(header(k, d), d.choice(list(Codec)), ask(d), 1),),
     "status": lambda k, d: (),
     "members": lambda k, d: (),
     "ranks": lambda k, d: (),

@@ -22,7 +22,8 @@ import zmq
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.keys import KeyFolder, ServerKeys
-from pyps.remote.wire import Answer, Call, Failure, Pong, decode_reply, encode, encode_raw
+from pyps.remote.wire import Answer, Call, Failure, Pong, TransferHeader, decode_reply, encode, encode_raw
+from pyps.step.transfer import Ask
 
 PATIENCE_SECONDS = 20.0
 
@@ -120,6 +121,11 @@ class Relay:
             one.close()
         self._pairs.clear()
         self._upstream.clear()
+
+
+def pushing(header: Any) -> TransferHeader:
+    """The argument of a transfer that is this push alone."""
+    return TransferHeader(header, ask=Ask(pulls=False, alone=True))
 
 
 class RawClient:

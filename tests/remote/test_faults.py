@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from remote_tools import RawClient, Relay, eventually, process
+from remote_tools import RawClient, Relay, eventually, process, pushing
 
 from pyps import BSP
 from pyps.errors import (
@@ -195,7 +195,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         client.ask("start", -1.0)
         gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
         numbers = np.ones(store.layout.flat_elements, np.float32)
-        message = client.message("push", gradient, follow=numbers.nbytes)
+        message = client.message("transfer", pushing(gradient), follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
         for _ in range(3):
@@ -203,7 +203,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         assert [client.reply() for _ in range(3)] == [first] * 3
         assert store.status().version == 1
         client.seq -= 2  # an older name is refused
-        old = client.ask("push", gradient)
+        old = client.ask("transfer", pushing(gradient))
         assert isinstance(old, Failure)
         assert old.code == InvalidArgument.code
         client.seq += 5  # a later one is all right: calls between were given up
@@ -294,7 +294,7 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         client.ask("start", -1.0)
         gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
         numbers = np.ones(store.layout.flat_elements, np.float32)
-        message = client.message("push", gradient, follow=numbers.nbytes)
+        message = client.message("transfer", pushing(gradient), follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
         eventually(lambda: server.counters.timed_out == 1)
@@ -624,7 +624,8 @@ def test_a_push_counts_though_its_parameters_cannot_be_encoded(shm: Path, way: s
             with pytest.raises(NotFinite, match="pull"):
                 far.exchange(staging, 4, Hyper(lr=1.0), out)
         elif way == "worker":
-            came = StoreClient(far, Codec.F32, budget=None).send(request, Ask(exchanges=True), out, None)
+            client = StoreClient(far, Codec.F32, budget=None)
+            came = client.begin_transfer(request, Ask(exchanges=True), Codec.F32)(out, None)
             assert (came.outcome.result is not None, came.outcome.version) == (True, None)
         else:
             done = far.begin_transfer(TransferRequest(request))(out)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from remote_tools import RawClient, RawConnection, eventually
+from remote_tools import RawClient, RawConnection, eventually, pushing
 from sampled import sampled
 
 from pyps.errors import Busy, Fenced, LinkRefused
@@ -187,7 +187,10 @@ class TestSizes:
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         with RawClient(server.address) as client:
             hello(client)
-            for verb, arguments, follow in (("status", (), 8), ("push", (push,), 4 * SIZE * 1000)):
+            for verb, arguments, follow in (
+                ("status", (), 8),
+                ("transfer", (pushing(push),), 4 * SIZE * 1000),
+            ):
                 client.send(client.message(verb, *arguments, follow=follow), bytes(follow))
                 refused = client.reply()
                 assert isinstance(refused, Failure)
@@ -199,7 +202,7 @@ class TestSizes:
         monkeypatch.setattr(incoming, "MAX_ARRAYS", 10)
         with RawClient(server.address) as client:
             hello(client)
-            client.send(client.message("push", {}, follow=1000))
+            client.send(client.message("transfer", {}, follow=1000))
             for _ in range(100):
                 client.socket.send(b"x")
             eventually(lambda: server.counters.cut_off == 1)
@@ -214,7 +217,7 @@ class TestSizes:
             first.ask("join", Role.WORKER, 0)
             store.join(1)
             first.ask("start", 5.0)
-            message = first.message("push", push, follow=ones.nbytes)
+            message = first.message("transfer", pushing(push), follow=ones.nbytes)
             first.send(message, -ones[:100])
             eventually(lambda: server._clients.sessions[first.session].incoming)
             with RawClient(server.address) as second:  # replies go to the connection that is accepted last
@@ -238,7 +241,7 @@ class TestSizes:
             old.ask("start", 5.0)
             with RawClient(server.address) as new:
                 hello(new)
-                new.session, message = old.session, old.message("push", push, follow=ones.nbytes)
+                new.session, message = old.session, old.message("transfer", pushing(push), follow=ones.nbytes)
                 new.socket.send(message)
                 record = server._clients.sessions[old.session]
                 eventually(lambda: len(record.incoming) == 1)
@@ -281,7 +284,7 @@ class TestSizes:
         push = PushHeader(0, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
         with RawClient(server.address) as client:
             hello(client)
-            header = {"push": push, "codec": 0, "exchange": False, "claims": 1 << 31, "max_samples": None}
+            header = {"push": push, "ask": {"claims": 1 << 31}}
             refused = client.ask("transfer", header)
             assert isinstance(refused, Failure)
             assert "claims" in refused.message
@@ -384,7 +387,6 @@ FRAMES = st.one_of(
                 "create",
                 "join",
                 "start",
-                "push",
                 "transfer",
                 "snapshot",
                 "replan",

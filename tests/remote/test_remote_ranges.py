@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from remote_tools import RawClient
+from remote_tools import RawClient, pushing
 
 from pyps import Hyper
 from pyps.errors import InvalidArgument, NotFinite
@@ -132,14 +132,14 @@ def test_wrong_ranges_are_refused_and_take_no_memory(store: Store, server: Serve
     calls: dict[str, tuple[Any, ...]] = {
         "pull": (len(numbers),),
         "read": (len(numbers), 1.0),
-        "push": (push,),
+        "transfer": (pushing(push),),
     }
     with RawClient(server.address) as client:
         assert isinstance(client.ask("hello", PROTOCOL, "parts"), Answer)
         client.ask("join", Role.WORKER, 0)
         client.ask("start", 0.0)
         for verb, arguments in calls.items():
-            if case == "too many" and verb != "push":
+            if case == "too many" and verb != "transfer":
                 continue  # a pull may be of any number of ranges
             client.send(client.message(verb, *arguments, follow=numbers.nbytes), numbers.tobytes())
             reply = client.reply()
@@ -161,9 +161,9 @@ def test_numbers_that_do_not_fit_the_ranges(store: Store, server: Server) -> Non
         for values in (0, 7, 9):
             push = PushHeader(4, HYPER, 1.0, 0.0, Encoding(Codec.F32), ranges=1)
             data = ranges.tobytes() + bytes(4 * values)
-            client.send(client.message("push", push, follow=len(data)), data)
+            client.send(client.message("transfer", pushing(push), follow=len(data)), data)
             assert isinstance(client.reply(), Failure)
         push = PushHeader(4, HYPER, 1.0, 0.0, Encoding(Codec.F32), ranges=1)
-        client.send(client.message("push", push, follow=16 + 32), ranges.tobytes() + bytes(32))
+        client.send(client.message("transfer", pushing(push), follow=16 + 32), ranges.tobytes() + bytes(32))
         assert isinstance(client.reply(), Answer)
     assert store.status().version == 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 from hostile import mutated
-from remote_tools import RawClient, eventually, make_keys
+from remote_tools import RawClient, eventually, make_keys, pushing
 
 from pyps.errors import InputError, LinkLost, LinkRefused, SegmentNotFound
 from pyps.native.values import Codec, Encoding, Hyper, Role
@@ -214,16 +214,16 @@ WRONG = {
     "a rank above any": ("join", (Role.WORKER, 2**40)),
     "an unknown role": ("join", (9, 0)),
     "an unknown codec": ("pull_encoded", (9,)),
-    "negative samples": ("push", ({**RIGHT, "samples": -1},)),
-    "a step size below 0": ("push", ({**RIGHT, "hyper": [{"lr": -1.0}]},)),
-    "an unknown codec of a push": ("push", ({**RIGHT, "encoding": {"codec": 9}},)),
-    "a negative version": ("push", ({**RIGHT, "base_version": -1},)),
-    "compute seconds below 0": ("push", ({**RIGHT, "compute_seconds": -1.0},)),
-    "compute seconds without end": ("push", ({**RIGHT, "compute_seconds": float("inf")},)),
-    "no group": ("push", (PushHeader(1, (), 1.0, 0.0, F32),)),
-    "many groups": ("push", (PushHeader(1, (HYPER,) * 9, 1.0, 0.0, F32),)),
-    "no gradient": ("push", (PushHeader(1, (HYPER,), 1.0, 0.0, F32),)),
-    "no codes": ("exchange", (PushHeader(1, (HYPER,), 1.0, 0.0, INT4), Codec.F32)),
+    "negative samples": ("transfer", (pushing({**RIGHT, "samples": -1}),)),
+    "a step size below 0": ("transfer", (pushing({**RIGHT, "hyper": [{"lr": -1.0}]}),)),
+    "an unknown codec of a push": ("transfer", (pushing({**RIGHT, "encoding": {"codec": 9}}),)),
+    "a negative version": ("transfer", (pushing({**RIGHT, "base_version": -1}),)),
+    "compute seconds below 0": ("transfer", (pushing({**RIGHT, "compute_seconds": -1.0}),)),
+    "compute seconds without end": ("transfer", (pushing({**RIGHT, "compute_seconds": float("inf")}),)),
+    "no group": ("transfer", (pushing(PushHeader(1, (), 1.0, 0.0, F32)),)),
+    "many groups": ("transfer", (pushing(PushHeader(1, (HYPER,) * 9, 1.0, 0.0, F32)),)),
+    "no gradient": ("transfer", (pushing(PushHeader(1, (HYPER,), 1.0, 0.0, F32)),)),
+    "no codes": ("transfer", (pushing(PushHeader(1, (HYPER,), 1.0, 0.0, INT4)),)),
     "no batches": ("replan", ((),)),
     "batches that are huge": ("replan", ((2**40,),)),
     "a second hello": ("hello", (PROTOCOL, "model")),
@@ -246,7 +246,7 @@ def test_wrong_arguments_are_a_typed_error(store: Store, server: Server, case: s
 
 def push(client: RawClient, encoding: Encoding, numbers: np.ndarray[Any, Any]) -> None:
     header = PushHeader(4, (HYPER,), 1.0, 0.0, encoding)
-    client.send(client.message("push", header, follow=numbers.nbytes), numbers)
+    client.send(client.message("transfer", pushing(header), follow=numbers.nbytes), numbers)
 
 
 def test_numbers_of_the_wrong_size_are_refused(store: Store, server: Server) -> None:

@@ -42,6 +42,7 @@ from pyps.remote.server import Server
 from pyps.shards.host import FarLog
 from pyps.shards.shard import MAX_PINS, MAX_STAGED
 from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
+from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.staging import push_request
 
@@ -91,9 +92,8 @@ def test_a_push_to_the_head_alone_is_refused(shm: Path, monkeypatch: pytest.Monk
         claim, staging = raw.start(5.0), raw.stage(5.0)
         raw.staging(staging)
         request = PushRequest(staging, claim.count, (ONE,))
-        for call in (raw.push, lambda request: raw.exchange(request, store.stage().flat)):
-            with pytest.raises(InvalidArgument, match="found a model over several servers"):
-                call(request)
+        with pytest.raises(InvalidArgument, match="found a model over several servers"):
+            raw.begin_transfer(TransferRequest(request))(store.stage().flat)
         raw.close()
         with Store.open("model") as here:
             with pytest.raises(InvalidArgument, match="with the addresses of its 2 servers"):
@@ -188,7 +188,7 @@ def test_a_transfer_behind_one_that_a_server_did_not_take_fails_too(
             staging = store.stage()
             staging.flat[:] = -1.0
             request = push_request(staging, claim.count, ONE, groups=1)
-            finishes.append(calls.begin_transfer(TransferRequest(request, Codec.F32, True, 0, None)))
+            finishes.append(calls.begin_transfer(TransferRequest(request, ask=Ask(exchanges=True))))
         out = np.empty(store.layout.flat_elements, np.float32)
         for finish, error in zip(finishes, ("no room", "an earlier transfer failed"), strict=True):
             with pytest.raises(StoreError, match=error):
@@ -239,7 +239,7 @@ def test_a_worker_that_cannot_fetch_what_its_push_brings_has_pushed(
                 if version == 1:
                     result, pulled = store.send_and_pull(request, out)
                 else:
-                    transfer = TransferRequest(request, Codec.F32, True, 0, None)
+                    transfer = TransferRequest(request, ask=Ask(exchanges=True))
                     done = backend(store).begin_transfer(transfer)(out)
                     assert done.result is not None
                     result, pulled = done.result, done.version

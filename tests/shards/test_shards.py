@@ -51,6 +51,7 @@ from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
 from pyps.shards.verbs import COMMIT
+from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import policy_named
@@ -250,7 +251,7 @@ def test_an_average_that_is_not_finite_is_refused_before_it_is_sent(
         sent = store.traffic.sent
         request = push_request(staging, claim.count, ONE, groups=2, encoding=codec)
         with pytest.raises(NotFinite):
-            store.begin_transfer(TransferRequest(request))
+            store.begin_transfer(TransferRequest(request, ask=Ask(alone=True)))
         assert store.traffic.sent == sent
         skips = Encoding(as_codec(codec), nonfinite="skip")
         assert store.push(staging, claim.count, ONE, encoding=skips).version == 1

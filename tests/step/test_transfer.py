@@ -26,6 +26,7 @@ class Store:
             Verb.LIMIT: None,
             Verb.PUSH: RESULT,
             Verb.EXCHANGE: (RESULT, PARAMETERS),
+            Verb.SKIP: None,
             Verb.CLAIM: "claim",
             Verb.PULL: PARAMETERS,
         }
@@ -64,6 +65,26 @@ def test_a_rejected_push_is_part_of_a_transfer() -> None:
     done = Transfers().run(Ask(claims=2), store.verbs())
     assert store.asked == PLAIN
     assert (done.result, done.pulled) == (None, PARAMETERS)
+
+
+def test_a_step_that_is_not_finite_is_skipped_in_a_transfer() -> None:
+    store = Store(push=NotFinite("push", "nan"))
+    done = Transfers().run(Ask(claims=1), store.verbs())
+    assert store.asked == [Verb.LIMIT, Verb.PUSH, Verb.SKIP, Verb.CLAIM, Verb.PULL]
+    assert (done.result, done.skipped, done.pulled) == (None, True, PARAMETERS)
+
+
+@pytest.mark.parametrize("error", [PushRejected("push", "too old"), NotFinite("push", "nan")])
+def test_one_that_is_alone_says_what_became_of_its_push_and_of_no_other(error: StoreError) -> None:
+    transfers, alone = Transfers(), Ask(alone=True)
+    store = Store(push=error)
+    with pytest.raises(type(error)):
+        transfers.run(alone, store.verbs())
+    assert store.asked == [Verb.LIMIT, Verb.PUSH]
+    assert transfers.run(Ask(), Store().verbs()).result == RESULT
+    with pytest.raises(Fenced):
+        transfers.run(Ask(), Store(push=Fenced("push", "late")).verbs())
+    assert transfers.run(alone, Store().verbs()).result == RESULT
 
 
 @pytest.mark.parametrize("error", [Fenced("claim", "late"), Fenced("pull", "late"), NotFinite("pull", "inf")])

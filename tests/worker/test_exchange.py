@@ -11,6 +11,7 @@ import torch
 from worker_tools import X, Y, backward, loss_of, make_model
 
 from pyps.formats.records import read_run
+from pyps.native.transfer import TransferRequest
 from pyps.store.policies import Policy
 from pyps.worker.loop import Worker, join
 
@@ -23,9 +24,14 @@ class Counted:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("send", "pull", "send_and_pull"):
+        if name == "pull":
             self.calls.append(name)
         return getattr(self._store, name)
+
+    def begin_transfer(self, request: TransferRequest) -> Any:
+        """Note what it asks for."""
+        self.calls.append("exchange" if request.ask.exchanges else "push")
+        return self._store.begin_transfer(request)
 
 
 def joined(policy: str, ranks: int, folder: Path) -> list[Worker]:
@@ -59,7 +65,7 @@ def test_one_call_brings_a_gradient_and_the_next_parameters(shm: Path, tmp_path:
     needs = Policy.known[name]().needs
     exchanges = needs.starts_at_once or needs.lets_ranks_rest or needs.uses_turns
     assert exchanges == (name not in ("ssp", "dssp", "softsync", "hps"))
-    assert counted.calls == (["pull", *["send_and_pull"] * 3] if exchanges else ["pull", "send"] * 3)
+    assert counted.calls == (["pull", *["exchange"] * 3] if exchanges else ["pull", "push"] * 3)
 
 
 def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, tmp_path: Path) -> None:
@@ -70,9 +76,9 @@ def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, 
     batches, others = worker.batches((X, Y)), steps_of(other)
 
     class Based(Counted):
-        def send_and_pull(self, request: Any, *rest: Any) -> Any:
-            bases.append(request.base_version)
-            return store.send_and_pull(request, *rest)
+        def begin_transfer(self, request: TransferRequest) -> Any:
+            bases.append(request.push.base_version)
+            return store.begin_transfer(request)
 
     worker._require().client.store = Based(store)  # type: ignore[assignment]
     for looks_at, version in ((1, 1), (0, 3)):

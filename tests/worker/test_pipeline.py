@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ from worker_tools import (
 from pyps.errors import Fenced, InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import MemberState
+from pyps.native.transfer import Transferred
 from pyps.native.values import Codec, PushRequest
 from pyps.report.trace import make_trace
 from pyps.step.transfer import Ask
@@ -60,8 +62,9 @@ class Slow:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
-        ways = {"send": 1, "pull": 1, "send_and_pull": 2}.get(name)
-        return self._late(found, ways) if ways else found
+        if name == "begin_transfer":
+            return lambda request: self._timed(self._late(found(request), 1 + request.ask.pulls))
+        return self._late(found, 1) if name == "pull" else found
 
     def _late(self, call: Callable[..., Any], ways: int) -> Callable[..., Any]:
         def late(*args: Any, **more: Any) -> Any:
@@ -69,6 +72,13 @@ class Slow:
             return call(*args, **more)
 
         return late
+
+    def _timed(self, finish: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Transferred:
+            began, done = time.monotonic(), finish(*args)
+            return replace(done, spans=[("push", began, done.spans[-1][2])])
+
+        return timed
 
 
 def over(worker: Worker, wrapped: Any) -> None:
@@ -313,8 +323,8 @@ def test_a_worker_leaves_when_what_left_late_has_ended() -> None:
         order.append("left")
         gone.set()
 
-    store = SimpleNamespace(rank=0)
-    client: Any = SimpleNamespace(store=store, pull_codec=Codec.F32, begin_transfer=begin, close=leave)
+    store = SimpleNamespace(rank=0, close=leave)
+    client: Any = SimpleNamespace(store=store, pull_codec=Codec.F32, begin_transfer=begin)
     nothing: dict[str, Any] = {name: lambda *_: None for name in ("coming", "arrived", "came")}
     binding: Any = SimpleNamespace(vector=lambda: SimpleNamespace(array=None), **nothing)
     way = Overlapped(client, binding, PATIENCE_SECONDS)
