@@ -30,17 +30,9 @@ OPTIONS = {  # of a run, with their defaults
     "reduction": "mean",
     "wire": "same",
 }
-KEPT = (  # what a loader with other batches takes over
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
+# What a loader with other batches takes over.
+KEPT = {"num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"}
+KEPT |= {"generator", "prefetch_factor", "persistent_workers"}
 
 
 class UnevenRun:
@@ -148,11 +140,6 @@ class UnevenRun:
         """Leave what was done since the last round ended out of the next one's time."""
         if self.balance is not None:
             self.balance.restart_timer()
-
-    def read_past(self, rounds: int) -> None:
-        """Leave the epoch's first rounds out, with a length as if they were there."""
-        if self.sampler is not None:
-            self.sampler.read_past(rounds)
 
     def skip(self, rounds: int) -> None:
         """Begin the sampler's epoch after that many rounds."""

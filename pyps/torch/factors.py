@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,11 +60,6 @@ def is_any(count: Number | None) -> Number:
 def is_sum(term: Term) -> float:
     """1 for a sum that the script has divided by a count, else 0."""
     return float(not term.is_mean and term.count is not None)
-
-
-def sign(numbers: Sequence[float]) -> float:
-    """That of a product."""
-    return math.prod(math.copysign(1.0, number) for number in numbers)
 
 
 def inverse(counts: Counts) -> Number:

@@ -28,6 +28,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
@@ -49,7 +50,6 @@ from pyps.torch.factors import (
     power_of_two,
     root_of,
     shares_of,
-    sign,
     times,
     unlike_micro_batches,
 )
@@ -57,7 +57,7 @@ from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
-from pyps.torch.wrapped import OPEN, Wrapped, wrapped_models
+from pyps.torch.wrapped import OPEN, REDUCED, Wrapped, wrapped_models
 from pyps.worker.norms import OWN_BATCHES
 from pyps.worker.terms import OVER_ALL, Number, Term, are_of_samples, terms_of
 
@@ -154,6 +154,8 @@ class GlobalMean:
         self._wire = first.install_wire(wire, scaler) if wire != "same" else None
         for one in self.models:
             one.watch()
+        if self.peers is not None:
+            self._compare_batches(StepAgreement("GlobalMean", self.peers, None, timeout))
         _means.add(self)
         note_weights()
         alone = any(sees_own_batch_alone(one.model) for one in self.models)
@@ -163,6 +165,19 @@ class GlobalMean:
 
     def _made_agreement(self, timeout: float) -> StepAgreement:
         return StepAgreement("GlobalMean", self.group, self.peers, timeout, self._refused_options())
+
+    def _compare_batches(self, agreement: StepAgreement) -> None:
+        """Let peers compare their batches as a pass begins: collectives of unlike shapes would end them."""
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def enters(_: torch.nn.Module, *given: Any) -> None:
+            if torch.is_grad_enabled():
+                shapes = [tuple(one.shape) for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+                with self.waiting.counted():
+                    agreement.exchange({"batch of ranks that share it": shapes}, [])
+
+        for one in self.models:
+            one.model.register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
 
     def _refused_options(self) -> InputError | None:
         """What this rank refuses of its options."""
@@ -316,7 +331,7 @@ class GlobalMean:
         self._check_samples(terms)
         for term in terms:
             if term.count is not None and not term.is_mean:  # it may be subtracted
-                term.constant = sign(term.divisors)
+                term.constant = math.prod(math.copysign(1.0, divisor) for divisor in term.divisors)
                 term.count = term.count.abs() if isinstance(term.count, torch.Tensor) else abs(term.count)
                 if term.count == 1.0 and self.ranks > 1 and not is_on_device(term):
                     term.count = term.unclamped()
@@ -360,15 +375,11 @@ class GlobalMean:
                 and self.models[0].is_ddp
                 and id(leaf) not in reduced
                 and leaf.requires_grad
-                and self._is_foreign(leaf)
+                and not hasattr(leaf, REDUCED)  # by another GlobalMean
             ):
                 found = f"a parameter of shape {list(leaf.shape)} that is in none of the models"
                 raise InputError("GlobalMean", "model", found, "all models that train, in one list")
             stack += [below for below, _ in node.next_functions]
-
-    def _is_foreign(self, leaf: torch.nn.Parameter) -> bool:
-        """Whether no other GlobalMean reduces it either."""
-        return not getattr(leaf, "_pyps_reduced", False)
 
     def _fields(self, loss: torch.Tensor, terms: list[Term]) -> dict[str, Any]:
         """What all ranks of a step have alike."""
@@ -448,9 +459,7 @@ class GlobalMean:
         """Losses [ranks] and counts [ranks, terms] of all ranks, on the device; the host does not wait."""
         numbers = [value, *counts, *(term.divisor for term in terms)]
         own = torch.stack([self._as_number(1.0 if one is None else one) for one in numbers])
-        rows = torch.empty(self.ranks, len(own), dtype=own.dtype, device=own.device)
-        dist.all_gather(list(rows.unbind()), own, group=self.group)
-        many = len(terms)
+        rows, many = self._gathered(own), len(terms)
         if any(term.divisor is not None for term in terms):
             constants = rows[:, 1 + many :]
             self._read_later(
@@ -465,6 +474,12 @@ class GlobalMean:
                 "a sum divided by the same number on all ranks, which may be a constant",
             )
         return rows[:, 0], rows[:, 1 : 1 + many]
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, on the device."""
+        rows = own.new_empty(self.ranks, len(own))
+        dist.all_gather(list(rows.unbind()), own, group=self.group)
+        return rows
 
     def _as_number(self, number: Any) -> torch.Tensor:
         if isinstance(number, torch.Tensor):

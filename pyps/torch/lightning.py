@@ -48,8 +48,8 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
             return found
         loader = _uneven(found, self._parts(), self.run, self.world_size)
         self.run.load_state_dict(self._loaded)
-        if self._loaded:
-            self.run.read_past(self._loaded["trained"])
+        if self._loaded and self.run.sampler is not None:
+            self.run.sampler.read_past(self._loaded["trained"])
         self.run.connect()
         return loader
 

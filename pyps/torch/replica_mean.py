@@ -19,7 +19,6 @@ from pyps.errors import InputError
 from pyps.torch.agreement import Fields, Rows, StepAgreement, digest_of
 from pyps.torch.global_mean import BackwardCall, GlobalMean
 from pyps.torch.norm import UnevenSyncBatchNorm
-from pyps.worker.terms import Number, Term
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -90,15 +89,13 @@ class ReplicaMean(GlobalMean):
         super()._reduce_held(*arguments)
         self._unit = 1.0
 
-    def _on_device(
-        self, value: Any, terms: list[Term], counts: list[Number | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the manager, from the host."""
-        divisors = [1.0 if term.divisor is None else float(term.divisor) for term in terms]
-        own = [float(value), *(1.0 if count is None else float(count) for count in counts)]
-        rows = self._agreement.exchange({"divisors": divisors}, own)
-        found = torch.tensor(rows, dtype=torch.float64)
-        return found[:, 0], found[:, 1:]
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """By the manager. Where a replica is gone, the own row for each: the step is not committed."""
+        rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
+        every = own.new_zeros(replicas, len(own))
+        if rank is not None:
+            every[rank] = own
+        return every if self.sum(every) else own.expand(replicas, -1)
 
 
 class _Rows(StepAgreement):

@@ -195,6 +195,44 @@ def timed_loading(group: dist.ProcessGroup, seconds: float, workers: int, every:
     return [took for step, took in timer.finished() if step > 3]
 
 
+class Emulated(nn.Module):
+    """A layer on a device that takes so many seconds for each sample; its buffer is sent by DDP's forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.inner, self._seconds = nn.Linear(8, 4), seconds
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._seconds * len(inputs))
+        found: torch.Tensor = self.inner(inputs) * self.mask
+        return found
+
+
+def followed(
+    group: dist.ProcessGroup, split: list[int], best: list[int], round_seconds: float, logs: int
+) -> dict[str, Any]:
+    """A run from a split to that in which all ranks take as long: its last split, and the seconds of a step
+    at first and in the end. logs: after how many steps a loss is summed over the ranks.
+    """
+    rank = group.rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Emulated(round_seconds / best[rank]), process_group=group)
+    sampler = UnevenBatchSampler(40 * sum(split), split, rank)
+    mean = GlobalMean(ddp, sampler)
+    balance = Rebalancer(sampler, mean)
+    took, began = [], time.perf_counter()
+    for step, rows in enumerate(DataLoader(range(40 * sum(split)), batch_sampler=sampler)):  # type: ignore[arg-type]
+        loss = ddp(torch.ones(len(rows), 8)).square().mean()
+        mean.backward(loss)
+        balance.step()
+        if step % logs == logs - 1:
+            dist.all_reduce(loss.detach().clone(), group=group)
+        took.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    return {"split": list(sampler.split), "first": min(took[2:5]), "last": sorted(took[-10:])[5]}
+
+
 def timed_gan(group: dist.ProcessGroup, slow_seconds: float, steps: int, meets: bool) -> list[float]:
     """The same for a GAN's step, whose two reductions rank 0 is late for. meets: and for a sum in between."""
     makes, judges = (

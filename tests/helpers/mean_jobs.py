@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
-from pyps.torch import GlobalMean, UnevenBatchSampler
+from pyps.torch import GlobalMean, UnevenBatchSampler, uneven
 from pyps.torch.compose import UnevenStep
 
 SPLITS = {2: [3, 8], 3: [5, 2, 4], 4: [1, 4, 3, 3]}
@@ -229,6 +229,37 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     for name, (loss, _) in REFUSED.items():
         model = WRAPPERS["ddp"](Net(), group)
         found[name] = said(lambda: GlobalMean(model).backward(loss(model(D["x"][rows]), rows)))  # noqa: B023
+    return found
+
+
+def moved(group: dist.ProcessGroup, mode: str) -> list[tuple[int, float]]:
+    """Return of each step of uneven() this rank's samples, and how far the gradient is off; after the first
+    step the split moves.
+    """
+
+    def collated(rows: list[int]) -> tuple[torch.Tensor, Any]:
+        picked = torch.tensor(rows) % ROWS
+        x = D["x"][picked]
+        return picked, x.transpose(0, 1) if mode == "time first" else list(x)
+
+    net = Net(mode)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data: Any = range(4 * ROWS)
+    model, loader, step = uneven(net, data, 12, optimizer=optimizer, collate_fn=collated)
+    found, loss = [], LOSSES["two terms"]
+    for rows, x in loader:
+        optimizer.zero_grad()
+        step.backward(loss(model(x), rows))
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, rows, group=group)
+        alone, whole_round = Net(mode), torch.cat(every)
+        alone.load_state_dict(net.state_dict())
+        inputs = collated(whole_round.tolist())[1]
+        loss(alone(inputs), whole_round).backward()
+        found.append((len(rows), apart(alone, model)))
+        if len(found) == 1:
+            step.sampler.replan([6, 1, 3, 2])
+        step()
     return found
 
 

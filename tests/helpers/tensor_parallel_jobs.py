@@ -96,6 +96,15 @@ def errors(group: dist.ProcessGroup, kind: str, batches: list[int], parts: list[
     return [*found, checked.error]
 
 
+def unlike_peers(group: dist.ProcessGroup, kind: str) -> str:
+    """Return what ranks hear whose peers have batches of other sizes."""
+    mesh = mesh_of(group)
+    model = divided(Blocks().double(), mesh, kind)
+    mean, size = GlobalMean(model), 5 - mesh.get_local_rank("tp")
+    batch = [x[:size] for x in numbers(0, 5, torch.float64)]
+    return said(lambda: mean.backward(square(model, *batch)))
+
+
 def causes(group: dist.ProcessGroup, kind: str) -> tuple[str, float]:
     """Return what check_gradient says without weights."""
     mesh = mesh_of(group)

@@ -27,7 +27,7 @@ MOST = {
     "pyps/step": 913,  # a step that is not finite is skipped in one place: 13 more
     "pyps/store": 2_342,  # push and exchange are transfers: 18 more
     "pyps/tasks": 403,
-    "pyps/torch": 7_235,
+    "pyps/torch": 7_229,
     "pyps/worker": 7_955,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_409,  # shares of memory planned with batches, micro-batches, what helps: 737 more
     "profiler": 2_547,  # what is trained, and in which precision: 6 more

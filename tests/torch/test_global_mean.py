@@ -44,6 +44,13 @@ def test_shapes_and_wrappers_say_nothing(ranks: Ranks) -> None:
         assert {name: far for name, far in found.items() if not far < EXACT} == {}
 
 
+@pytest.mark.parametrize("mode", ["time first", "a list of images"])
+def test_shapes_say_nothing_after_the_split_has_moved(ranks: Ranks, mode: str) -> None:
+    found = ranks.run(4, mean_jobs.moved, mode)
+    assert [[samples for samples, _ in steps[:3]] for steps in found] == [[3, k, k] for k in (6, 1, 3, 2)]
+    assert max(far for steps in found for _, far in steps) < EXACT
+
+
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_micro_batches_of_unlike_sizes_and_numbers(ranks: Ranks, wrapper: str, alike: bool) -> None:

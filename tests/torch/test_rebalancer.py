@@ -229,6 +229,18 @@ def test_loading_is_own_time_and_waits_for_buffers_and_a_logged_loss_are_not(
 
 
 @pytest.mark.timed
+@pytest.mark.parametrize("logs", [1, 5])
+def test_a_run_with_buffers_and_a_logged_loss_finds_the_split_in_which_none_waits(
+    ranks: Ranks, logs: int
+) -> None:
+    best = [29, 15, 4]
+    for found in ranks.run(3, jobs.followed, [10, 28, 10], best, 0.06, logs):
+        assert sum(found["split"]) == sum(best)
+        assert all(abs(a - b) <= 2 for a, b in zip(found["split"], best, strict=True)), found
+        assert found["last"] < 0.6 * found["first"]
+
+
+@pytest.mark.timed
 @pytest.mark.parametrize("of", [0, 1])
 def test_a_gan_s_samples_move_to_the_fast_device(ranks: Ranks, of: int) -> None:
     """Two optimizers and three reductions a step, whichever model's GlobalMean the Rebalancer has."""

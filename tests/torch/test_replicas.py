@@ -5,12 +5,16 @@ process over the samples that were trained.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import replica_jobs as jobs
 import torch
 from device import DEVICE
 from ranks import Ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyps.torch.replica_mean import ReplicaMean
 
 EXACT = 1e-12
 ALL, PAIR = (0, 1, 2), (0, 1)
@@ -58,3 +62,22 @@ def test_a_batch_that_does_not_fit_comes_in_parts(ranks: Ranks) -> None:
     found = ranks.run(2, jobs.trained, [(PAIR, None), (PAIR, 3), ((0,), None), ((0,), None)], [1.0, 1.0], 12)
     steps = check(found, (0,))
     assert [step[2] for step in steps] == [[12, 12], [24], [24]]
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fail where the host reads a tensor's value, for which it would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "local_scalar_dense" not in str(func), "the host reads a device's number"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_on_a_device_stays_there(gone: bool) -> None:
+    manager = mock.Mock(participating_rank=lambda: 1, num_participants=lambda: 3)
+    mean = mock.Mock(_manager=manager, sum=lambda tensor: not gone)
+    own = torch.tensor([0.5, 7.0], dtype=torch.float64)
+    with NoHostRead():
+        found = ReplicaMean._gathered(mean, own)
+    rows = [own] * 3 if gone else [0 * own, own, 0 * own]
+    assert torch.equal(found, torch.stack(rows))

@@ -29,6 +29,13 @@ def test_the_gradient_is_the_one_of_one_process(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_peers_with_unlike_batches_are_named(ranks: Ranks, kind: str) -> None:
+    for rank, said in enumerate(ranks.run(4, jobs.unlike_peers, kind)):
+        first = rank - rank % 2
+        assert f"[(5, 8)] on rank {first}, [(4, 8)] on rank {first + 1}; expected the same" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_check_says_the_same_on_all_ranks(ranks: Ranks, kind: str) -> None:
     said = ranks.run(4, jobs.causes, kind)
     assert {cause for cause, _ in said} == {"EQUAL_WEIGHTS"}
