@@ -459,7 +459,7 @@ class GlobalMean:
         """Losses [ranks] and counts [ranks, terms] of all ranks, on the device; the host does not wait."""
         numbers = [value, *counts, *(term.divisor for term in terms)]
         own = torch.stack([self._as_number(1.0 if one is None else one) for one in numbers])
-        rows, many = self._gathered(own), len(terms)
+        rows, many = self.gathered(own), len(terms)
         if any(term.divisor is not None for term in terms):
             constants = rows[:, 1 + many :]
             self._read_later(
@@ -475,7 +475,7 @@ class GlobalMean:
             )
         return rows[:, 0], rows[:, 1 : 1 + many]
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, on the device."""
         rows = own.new_empty(self.ranks, len(own))
         dist.all_gather(list(rows.unbind()), own, group=self.group)

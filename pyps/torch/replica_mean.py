@@ -89,7 +89,7 @@ class ReplicaMean(GlobalMean):
         super()._reduce_held(*arguments)
         self._unit = 1.0
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """By the manager. Where a replica is gone, the own row for each: the step is not committed."""
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         every = own.new_zeros(replicas, len(own))

@@ -78,6 +78,6 @@ def test_what_is_on_a_device_stays_there(gone: bool) -> None:
     mean = mock.Mock(_manager=manager, sum=lambda tensor: not gone)
     own = torch.tensor([0.5, 7.0], dtype=torch.float64)
     with NoHostRead():
-        found = ReplicaMean._gathered(mean, own)
+        found = ReplicaMean.gathered(mean, own)
     rows = [own] * 3 if gone else [0 * own, own, 0 * own]
     assert torch.equal(found, torch.stack(rows))
