@@ -7,8 +7,7 @@ come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,8 +21,7 @@ NO_PARAMETERS: Flat = np.empty(0, np.float32)  # what a transfer that pulls none
 ArrivalCallback = Callable[[int, int], object]
 
 
-@dataclass(frozen=True)
-class TransferRequest:
+class TransferRequest(NamedTuple):
     """Say what travels: the push of a step whose samples are claimed, and what `ask` says.
 
     codec: of the pulled parameters. max_samples: as for Store.set_max_samples; None: unchanged.
@@ -35,8 +33,7 @@ class TransferRequest:
     max_samples: int | None = None
 
 
-@dataclass(frozen=True)
-class Transferred:
+class Transferred(NamedTuple):
     """Hold what a transfer came to.
 
     result: of the push; None: the policy rejected it, or it was `skipped`, since its values are not finite.

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
@@ -359,7 +358,7 @@ class Store(StoreHandle):
         Backend.begin_transfer, which see: one thread may begin transfers while another finishes them.
         """
         with self._calls as backend:
-            finish = backend.begin_transfer(replace(request, push=self._checked(request.push)))
+            finish = backend.begin_transfer(request._replace(push=self._checked(request.push)))
         return finish if self.servers else partial(self._finish_here, finish)
 
     def _finish_here(

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -215,7 +214,7 @@ class FarStore(Store):
             there: Span = ("push", waits[-1][2] if waits else left, time.monotonic())
             done = here(request)(params)
             size = 0 if done.version is None else self._bytes(request.codec)
-            return replace(done, spans=[*waits, there, *done.spans]), size
+            return done._replace(spans=[*waits, there, *done.spans]), size
 
         size = self._bytes(push.encoding.codec) if push.samples else 0
         turns = self.policy_needs().uses_turns and push.samples > 0
@@ -231,7 +230,7 @@ class FarStore(Store):
             np.copyto(out, params)
         finally:
             self._spare.append(params)
-        return replace(done, spans=[*done.spans, ("pull", done.spans[-1][2], time.monotonic())])
+        return done._replace(spans=[*done.spans, ("pull", done.spans[-1][2], time.monotonic())])
 
     def pull(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -76,7 +75,7 @@ class Slow:
     def _timed(self, finish: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Transferred:
             began, done = time.monotonic(), finish(*args)
-            return replace(done, spans=[("push", began, done.spans[-1][2])])
+            return done._replace(spans=[("push", began, done.spans[-1][2])])
 
         return timed
 
