@@ -200,6 +200,8 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
     count, alike = int(luck.integers(2, 5)), luck.random() < 0.4
     step, unlike, in_parts = int(luck.choice([1, 1, 2])), luck.random() < 0.15, luck.random() < 0.3
     sample, context = int(luck.integers(1, 6)), int(luck.integers(0, 8))
+    stage, whole = int(luck.choice([1, 2, 3, 3])), float(luck.choice([0.0, 0.125]))
+    kept = {1: 8, 2: 4, 3: 8 * whole}[stage]  # of a parameter's 16 bytes, on every rank
     groups, profiles = [], []
     for k in range(count):
         one = group(luck, k, int(luck.integers(1, 3)) if count < 4 else 1, 0.0)
@@ -209,18 +211,19 @@ def shares_case(luck: Luck) -> tuple[Cluster, list[Profile]]:
         if in_parts:
             one["max_accumulation"] = int(luck.integers(1, 5))
         groups.append(one)
+        each = sample if alike else int(luck.integers(1, 6))
+        room = each * int(luck.integers(1, 7)) + int(luck.integers(0, 7))  # for samples and a share
         memory = Memory(
-            fixed_bytes=PARAMETERS * 16 + context * 10**5,
-            bytes_per_sample=10**5 * (sample if alike else int(luck.integers(1, 6))),
-            budget_bytes=PARAMETERS * 4 + int(luck.integers(0, 50)) * 10**5,
+            fixed_bytes=PARAMETERS * (16 + context),
+            bytes_per_sample=PARAMETERS * each,
+            budget_bytes=int(PARAMETERS * (room + context + kept)),
         )
         profile = device(luck, int(luck.integers(3, 12)))
         model = msgspec.structs.replace(profile.model, optimizer="AdamW")
         profiles.append(msgspec.structs.replace(profile, memory=memory, max_batch=None, model=model))
     tables: dict[str, Any] = {"job": {"global_batch": 2 * int(luck.integers(2, 7))}}
-    stage = int(luck.choice([1, 2, 3, 3]))
     tables |= {"worker": groups, "sync": {"kind": "ring" if luck.random() < 0.5 else "none"}}
-    tables["sharding"] = {"stage": stage, "shares": "memory", "whole": float(luck.choice([0.0, 0.125]))}
+    tables["sharding"] = {"stage": stage, "shares": "memory", "whole": whole}
     if luck.random() < 0.1:
         tables["limits"] = {"watts": float(luck.uniform(200, 900))}
     return msgspec.convert(tables, Cluster), profiles
