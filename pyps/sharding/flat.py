@@ -156,3 +156,15 @@ def agree(call: str, group: dist.ProcessGroup, own: dict[str, Any]) -> None:
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
             raise InputError(call, name, listed, "the same on all ranks")
+
+
+def agree_refusal(group: dist.ProcessGroup, refused: InputError | None) -> InputError | None:
+    """Return what this rank refuses, or else what the first one does that refuses something."""
+    own = None if refused is None else (refused.where, refused.field, refused.found, refused.expected)
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    others = [(rank, said) for rank, said in enumerate(every) if said is not None]
+    if refused is not None or not others:
+        return refused
+    rank, (where, field, found, expected) = others[0]
+    return InputError(where, f"{field} on rank {rank}", found, expected)

@@ -22,16 +22,19 @@ from functools import partial, reduce
 from itertools import chain
 from operator import or_
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pyps.errors import InputError
+from pyps.sharding.elementwise import check_elementwise
 from pyps.sharding.flat import Reduction, agree, world
 from pyps.sharding.gradient import PieceGradients
 from pyps.sharding.layout import SharesLike, read_shares
-from pyps.sharding.state import Owned
+from pyps.sharding.state import Owned, owned_of
 from pyps.sharding.unit import ShardedVector, ShardUnit
 
 CALL = "shard"
@@ -40,6 +43,7 @@ TIMEOUT_SECONDS = 300.0
 IN_FLIGHT = 2  # reductions whose vectors are held at a time
 PLAIN = (int, float, str, type(None), torch.Tensor)  # of an output: what has no gradient
 BITS = 48  # of a number that tells which parameters have gradients
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -79,6 +83,17 @@ def shard(
     setattr(module, UNIT, unit)
     _hook(unit, mp_policy)
     return module
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise InputError as an optimizer first steps pieces, if that differs from whole parameters."""
+    if optimizer not in _checked:
+        if any(owned_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+            check_elementwise(CALL, optimizer)
+        _checked.add(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def unit_of(module: torch.nn.Module) -> ShardUnit | None:

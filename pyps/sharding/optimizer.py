@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.sharding.elementwise import check_elementwise
-from pyps.sharding.flat import FlatVector, agree, world
+from pyps.sharding.flat import FlatVector, agree, agree_refusal, world
 from pyps.sharding.layout import SharesLike, read_shares
 from pyps.sharding.state import Owned, cut_state, whole_of
 
@@ -50,10 +50,18 @@ def shard_optimizer(
     group = world(group)
     if optimizer in _sharded:
         raise InputError(CALL, "optimizer", "a sharded one", "one call for each optimizer")
-    known = read_shares(shares, dist.get_world_size(group))
-    check_elementwise(CALL, optimizer)
-    named = list(_trained(optimizer))
+    known: tuple[float, ...] = ()
+    named: list[tuple[str, torch.nn.Parameter]] = []
+    refused: InputError | None = None
+    try:
+        known = read_shares(shares, dist.get_world_size(group))
+        named = list(_trained(optimizer))
+        check_elementwise(CALL, optimizer)
+    except InputError as error:  # the other ranks may not refuse it, and would wait
+        refused = error
     described = [(slot, tuple(parameter.shape), str(parameter.dtype)) for slot, parameter in named]
+    if (said := agree_refusal(group, refused)) is not None:
+        raise said
     agree(CALL, group, {"shares": known, "optimizer": type(optimizer).__name__, "parameters": described})
     _sharded[optimizer] = ShardedOptimizer(
         optimizer, [FlatVector(some, known, group) for some in _buckets(named)]

@@ -88,6 +88,8 @@ class ShardedVector(FlatVector):
             if parameter.grad is None:
                 found[place].zero_()
             else:
+                if parameter.grad.layout is not torch.strided:
+                    raise InputError("shard", slot.name, str(parameter.grad.layout), "a dense gradient")
                 own = slot.flat(parameter.grad)
                 torch.div(own if own.dtype == dtype else own.to(dtype), ranks, out=found[place])
                 parameter.grad = None
@@ -148,6 +150,9 @@ class ShardUnit:
             if owned is not None:  # tied to one of another unit
                 self.borrowed = list(dict.fromkeys([*self.borrowed, owned.flat]))
             else:
+                if type(parameter.data) is not torch.Tensor:
+                    found = f"a {type(parameter.data).__name__}"
+                    raise InputError("shard", attribute, found, "a plain tensor: no tensor parallelism")
                 key = parameter.dtype, parameter.device, parameter.requires_grad
                 kinds.setdefault(key, {}).setdefault(parameter, attribute)
         self.vectors = [make([(name, p) for p, name in some.items()]) for some in kinds.values()]

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pyps.errors import InputError
 from pyps.formats import Profile
+from pyps.sharding import shard_optimizer
 from pyps.torch.checkpoint import load, save
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
@@ -85,8 +86,7 @@ class UnevenStep:
             return
         rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
         if any(float(rate) for rate in rates):  # torch.distributed.checkpoint makes a state with rates of 0
-            expected = "step() alone: it calls that"
-            raise InputError("optimizer", "step", "a call of optimizer.step()", expected)
+            raise InputError("optimizer", "step", "a call of optimizer.step()", "step() alone: it calls that")
 
     def _rule(self) -> dict[str, Any]:
         """Return what the optimizer has alike on all ranks, whose models would drift apart otherwise."""
@@ -113,6 +113,7 @@ def uneven(
     global_batch: int,
     *,
     optimizer: torch.optim.Optimizer,
+    shares: Any = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     max_batch: int | None = None,
     seed: int = 0,
@@ -125,15 +126,12 @@ def uneven(
     """The model, its data and the end of a step, for ranks on unlike devices; all ranks call it.
 
     model: on this rank's device; it is put into DistributedDataParallel unless it is there.
-    dataset: with a length; shuffled, each sample once an epoch. Each loop over the loader is the next epoch,
-        or the rest of a loaded one, once its steps end.
-    global_batch: the samples of a step, of all ranks together.
-    optimizer: of the model's parameters.
+    dataset: with a length; shuffled. Each loop over the loader is the next epoch, or the rest of one loaded.
+    global_batch: the samples of a step, of all ranks together. optimizer: of the model's parameters.
+    shares: of the optimizer's state that each rank holds, as in shard_optimizer; by default each has all.
     profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.
-    reduction, wire, scaler: as in GlobalMean.
-    loading: of the DataLoader, such as num_workers and collate_fn.
-    Raises InputError for a dataset without a length, an optimizer of other parameters, a plan, and what
-    makes batches elsewhere, such as batch_size.
+    reduction, wire, scaler: as in GlobalMean. loading: of the DataLoader, such as num_workers and collate_fn.
+    Raises InputError for a dataset without length, an optimizer of other parameters, a plan, and batch_size.
     """
     if not isinstance(dataset, Sized):
         expected = "one with a length; UnevenIterableDataset is for streams"
@@ -142,9 +140,11 @@ def uneven(
         raise InputError("uneven", sorted(given)[0], "a value", "none: global_batch is of all ranks")
     if "plan" in loading:
         expected = "profile= of this rank's device; UnevenBatchSampler(dataset, plan) takes a plan"
-        raise InputError("uneven", "plan", "a value", f"{expected}, with GlobalMean and Rebalancer")
+        raise InputError("uneven", "plan", "a value", expected)
     ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
     _check_optimizer(ddp, optimizer)
+    if shares is not None:
+        shard_optimizer(optimizer, shares, ddp.process_group)
     split = agreed_split(global_batch, profile, max_batch=max_batch)
     sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last)
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **loading)

@@ -235,6 +235,7 @@ def optimizer_refusals(group: dist.ProcessGroup) -> dict[str, str]:
         lambda: sharded(torch.optim.SGD(Net().parameters()), [0.5 + rank / 4, 0.5 - rank / 4]),
     )
     said("unlike kinds", lambda: sharded((torch.optim.SGD, torch.optim.Adam)[rank](Net().parameters())))
+    said("one refuses", lambda: sharded((torch.optim.SGD, torch.optim.Adafactor)[rank](matrices)))
     said("unlike parameters", lambda: sharded(torch.optim.SGD(Net(("plain", "frozen")[rank]).parameters())))
     said("a sum of 3", lambda: sharded(torch.optim.SGD(Net().parameters()), [2, 1]))
     one = sharded(torch.optim.AdamW(Net().parameters()))
@@ -588,6 +589,9 @@ def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:
     norm = sharded(Net(), [0.5, 0.5], group)
     nn.functional.mse_loss(norm(x), y).backward()
     said("norm by rows", lambda: next(norm.parameters()).grad.norm(dim=0))
+    GlobalMean(norm)
+    said("plain", lambda: nn.functional.mse_loss(norm(x), y).backward())
+    said("Adafactor", torch.optim.Adafactor(norm.parameters()).step)
     lonely = sharded(Net(), [0.5, 0.5], group, **options)
     lonely(x)
     if rank == 1:
@@ -659,3 +663,20 @@ def _step(model: nn.Module, one: torch.optim.Optimizer, step: int) -> None:
     nn.functional.mse_loss(model(x), y).backward()
     one.step()
     one.zero_grad()
+
+
+def in_two_lines(group: dist.ProcessGroup, own: list[float]) -> float:
+    """Return how far uneven() with shares is from uneven() without."""
+    found = []
+    rows = torch.utils.data.TensorDataset(*numbers(0, 3 * ROWS, torch.float64))
+    for shares in (None, own):
+        model = Net()
+        one = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ddp = in_ddp(model, group)
+        ddp, loader, step = pyps.torch.uneven(ddp, rows, ROWS, optimizer=one, shares=shares)
+        for x, y in loader:
+            one.zero_grad()
+            step.backward(nn.functional.mse_loss(ddp(x), y))
+            step()
+        found.append(flat(model.parameters()))
+    return off(*found)

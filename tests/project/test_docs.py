@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if DOCS / "reference" not in page.parents]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *WRITTEN]
 EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(encoding="utf-8")]
-MOST_WORDS = 25_194  # `pyps gain`: 140; shares by memory: 414
+MOST_WORDS = 26_080  # `pyps gain`: 140; shares by memory: 414, and its page with two scripts: 886
 MOST_RESULTS_WORDS = 12_000
 MOST_SECURITY_WORDS = 900
 PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from run_tools import make_plan
 
 from pyps.errors import InputError
 from pyps.formats import write_json
+from pyps.sharding.flat import Slot
 from pyps.sharding.layout import PieceLayout, boxes, cut, read_shares
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any)
@@ -113,6 +115,17 @@ def test_a_plan_without_shares_says_what_to_write(tmp_path: Path) -> None:
     ) as caught:
         read_shares(path, 2)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("memory", ["contiguous_format", "channels_last", "gaps"])
+def test_a_slot_keeps_the_order_of_memory(memory: str) -> None:
+    tensor = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    tensor = tensor[..., ::2] if memory == "gaps" else tensor.to(memory_format=getattr(torch, memory))
+    slot = Slot.of("a", tensor)
+    vector = slot.flat(tensor)
+    assert torch.equal(slot.shaped(vector), tensor)
+    assert (vector.data_ptr() == tensor.data_ptr()) == (memory != "gaps")
+    assert memory == "gaps" or slot.shaped(vector).stride() == tensor.stride()
 
 
 def test_a_plan_with_shares(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ REFUSED = {
     "moved": "found a piece in another place; expected model.to()",
     "gathered": "model: found Net; expected one that went through shard()",
     "norm by rows": "norm: of a sharded gradient: found",
+    "plain": "GlobalMean: loss.backward(): found a gradient without its weight",
+    "Adafactor": "shard: optimizer: found Adafactor, whose step of a cut parameter is",
     "alone": "shard: calls: found no call 5 on ranks [0], on rank 1",
 }
 

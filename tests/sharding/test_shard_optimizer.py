@@ -35,6 +35,7 @@ REFUSED = {
     "Lion": "nothing",
     "unlike shares": "shares: found (0.5, 0.5) on rank 0, (0.75, 0.25) on rank 1; expected the same on all",
     "unlike kinds": "optimizer: found 'SGD' on rank 0, 'Adam' on rank 1",
+    "one refuses": "Adafactor, whose step of a cut parameter",
     "unlike parameters": "parameters: found",
     "a sum of 3": "found a sum of 3; expected a sum of 1, such as [0.666667, 0.333333]",
     "twice": "found a sharded one; expected one call for each optimizer",
@@ -53,6 +54,10 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
 
 def test_an_error_leaves_whole_parameters(ranks: Ranks) -> None:
     assert ranks.run(2, jobs.after_an_error) == [True, True]
+
+
+def test_uneven_takes_shares(ranks: Ranks) -> None:
+    assert max(ranks.run(4, jobs.in_two_lines, SHARES[4])) < EXACT
 
 
 def test_closures(ranks: Ranks) -> None:

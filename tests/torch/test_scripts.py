@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import shaped
+import torch
 from ranks import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,9 +25,8 @@ def scripts_of(name: str, folder: Path) -> Path:
     """The folder, with a page's scripts."""
     page = (PAGES / name).read_text(encoding="utf-8")
     for text in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-        name = re.match(r"# ([\w.]+)\n", text)
-        assert name is not None
-        (folder / name[1]).write_text(text)
+        if name := re.match(r"# ([\w.]+)\n", text):
+            (folder / name[1]).write_text(text)
     return folder
 
 
@@ -61,6 +61,24 @@ def test_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = re.findall(r"loss ([\d.]+)", run_script(script, 2))  # from its checkpoint: the third epoch
     assert len(again) == 1
     assert float(again[0]) < 1.0
+
+
+def test_unlike_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run_script(scripts_of("unlike-memory.md", tmp_path) / "full.py", 2)
+    found = re.findall(r"loss ([\d.]+), (\d+) numbers here", said)
+    assert float(found[0][0]) < 0.6  # 2 before training
+    whole = sum(value.numel() for value in torch.load("model.pt", weights_only=True).values())
+    assert int(found[0][1]) / whole == pytest.approx(0.7, rel=0.001)
+
+
+@pytest.mark.thorough
+def test_lora_with_unlike_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    said = run_script(scripts_of("unlike-memory.md", tmp_path) / "lora.py", 2)
+    assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 4.1  # log(64) is 4.16
+    assert (tmp_path / "adapter.safetensors").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("script", ["before.py", "after.py", "text.py"])
