@@ -357,8 +357,10 @@ class Store(StoreHandle):
         """Send a step's push, claims of later steps and pull; what is returned waits for their end. As
         Backend.begin_transfer, which see: one thread may begin transfers while another finishes them.
         """
+        if (push := self._checked(request.push)) is not request.push:
+            request = request._replace(push=push)
         with self._calls as backend:
-            finish = backend.begin_transfer(request._replace(push=self._checked(request.push)))
+            finish = backend.begin_transfer(request)
         return finish if self.servers else partial(self._finish_here, finish)
 
     def _finish_here(
