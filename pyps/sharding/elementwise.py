@@ -88,7 +88,6 @@ def _copied(value: Any) -> Any:
 
 def _of_size(name: str, value: Any, known: torch.Tensor, parameter: torch.Tensor) -> Any:
     """Return a copy of a parameter's state; of one with its elements, their first for all of the other's."""
-    of_elements = isinstance(value, torch.Tensor) and value.shape == known.shape and name != STEP
-    if of_elements and value.numel():
-        return torch.full_like(parameter, value.reshape(-1)[0].item())
+    if isinstance(value, torch.Tensor) and value.shape == known.shape and name != STEP:
+        return torch.full_like(parameter, value.reshape(-1)[0].item() if value.numel() else 1.0)
     return _copied(value)

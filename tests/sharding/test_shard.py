@@ -34,7 +34,7 @@ def test_blocks_that_compute_again(ranks: Ranks, kind: str) -> None:
         assert max(found.values()) < EXACT, found
 
 
-@pytest.mark.parametrize("optimizer", sampled(jobs.OPTIMIZERS, 2))
+@pytest.mark.parametrize("optimizer", sampled(jobs.OPTIMIZERS, 2, 5))
 def test_optimizers(ranks: Ranks, optimizer: str) -> None:
     for found in ranks.run(3, jobs.module_steps, SHARES[3], "plain", optimizer):
         assert max(found.values()) < EXACT, found
