@@ -30,7 +30,7 @@ BUDGETS = {
     "pyps/checkpoint": 600,
     "pyps/cli": 2_600,
     "pyps/formats": 2_100,
-    "pyps/gain": 540,
+    "pyps/gain": 550,
     "pyps/metrics": 260,
     "pyps/native": 1_900,
     "pyps/ray": 700,

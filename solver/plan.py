@@ -69,6 +69,7 @@ from pyps.solver.ranks import (
 from pyps.solver.report.warnings import (
     cut_short,
     doubtful_links,
+    largest_measured,
     link_warnings,
     short_step,
     unlike_steps,
@@ -173,7 +174,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     constrained = _in_shares(cluster, planning_problem(cluster, ranks, pace, modes), ranks, solution)
     valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
     plan = plan_of(cluster, ranks, constrained, valued, modes)
-    notes = notes + assumptions(cluster, ranks, plan)
+    notes += [*assumptions(cluster, ranks, plan), *largest_measured(ranks, solution.batches.tolist())]
     plan = msgspec.structs.replace(plan, warnings=plan.warnings + notes)
     if cluster.job.quantile is None:
         return plan

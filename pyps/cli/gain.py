@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from pyps.cli.options import misplaced_options
 from pyps.cli.profile_views import note
 from pyps.cli.terminal import say, terminal
 from pyps.errors import InputError
@@ -22,6 +23,7 @@ SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False}
 
 @app.command("gain", context_settings=SCRIPT_TAKES_THE_REST)
 def gain_command(
+    ctx: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Script as torchrun would start it.")],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's arguments.")
@@ -30,7 +32,7 @@ def gain_command(
         str, typer.Option(help="Such as cuda:0,cuda:2 or cpu,cpu. Default: every GPU of this machine.")
     ] = "",
     throttle: Annotated[
-        str, typer.Option(help="Emulate slower CPUs: 1,3 makes the second take three times as long.")
+        str, typer.Option(help="Emulate slower CPUs: 1,3 makes the second take three times its CPU time.")
     ] = "",
     seconds: Annotated[float, typer.Option(help="How long each of three runs is timed.", min=0.1)] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
@@ -42,6 +44,8 @@ def gain_command(
     """
     if not script.is_file():
         raise InputError("SCRIPT", "", str(script), "a Python script that torchrun starts")
+    if after := misplaced_options(ctx, args or ()):
+        note(f"after {script}, so for it and not for pyps gain: {', '.join(after)}")
     found = _devices(devices, throttle)
     gain = measure_gain(Script(script, args or (), seconds), found, note)
     if as_json:
@@ -90,7 +94,7 @@ def _show(gain: Gain, devices: list[LocalDevice], script: Path) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for device, points in zip(devices, gain.points, strict=True):
-        name = device.name if device.pace == 1.0 else f"{device.name}, {device.pace:g} times slower"
+        name = device.name if device.pace == 1.0 else f"{device.name}, throttle {device.pace:g}"
         table.add_row(name, *(f"{1e3 * points[size]:.1f} ms" if size in points else "-" for size in sizes))
     terminal().print(table)
     table = Table("all devices", "batches", "a batch", "range", "samples/s")
@@ -111,12 +115,12 @@ def _verdict(gain: Gain, script: Path) -> list[str]:
     if gain.planned is None:
         return ["these devices are alike for this script: equal batches are right, pyps would gain nothing"]
     own = f"by each device's own times {gain.predicted:.2f}x"
-    if not gain.certain:
-        return [
-            f"{gain.faster:.2f}x, {own}: too unsure. Measure for longer (--seconds) while nothing else runs"
-        ]
-    found = changes(script, sum(gain.equal.batches))
     lines = [f"planned batches train {gain.faster:.2f}x as fast ({own})"]
+    if not gain.certain:
+        lines.append(
+            "unsure, as times vary or differ from the prediction: --seconds 60, while nothing else runs"
+        )
+    found = changes(script, sum(gain.equal.batches))
     if found:
         lines.append(f"what changes in {script}, after `from pyps.torch import uneven`:")
         lines += [f"  {change.number}: {change.text}  ->  {change.becomes}" for change in found]

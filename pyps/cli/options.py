@@ -116,3 +116,9 @@ def _defaults(kind: type) -> Mapping[str, Any]:
     if is_dataclass(kind):
         return {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
     return {field.name: field.default for field in msgspec.structs.fields(kind)}
+
+
+def misplaced_options(ctx: typer.Context, args: Sequence[str]) -> list[str]:
+    """Return a script's arguments that are options of the command that starts it."""
+    own = {name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")}
+    return [name for name in (arg.partition("=")[0] for arg in args) if name in own]

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from pyps.checkpoint.folder import find_checkpoint, read_manifest
-from pyps.cli.options import with_options
+from pyps.cli.options import misplaced_options, with_options
 from pyps.cli.progress import Screen
 from pyps.cli.ranks import rank_list
 from pyps.cli.terminal import terminal
@@ -57,7 +57,7 @@ def run_command(
     """
     resume: Path | None = given["resume"]
     given_script = script
-    with _explain_failure(_misplaced(ctx, args or ())):
+    with _explain_failure(misplaced_options(ctx, args or ())):
         options = _options(given, args, epochs)
     on_command_line = _given(ctx)
     planned = plan if resume is None or "plan" in on_command_line else None
@@ -65,7 +65,7 @@ def run_command(
         script, options = _resumed(resume, script, options, on_command_line, planned)
     if script is None:
         raise InputError("SCRIPT", "", "nothing", "a Python script that calls pyps.join()")
-    misplaced = _misplaced(ctx, options.args)
+    misplaced = misplaced_options(ctx, options.args)
     with (
         Screen(quiet_stdout=as_json) as screen,
         _explain_failure(misplaced),
@@ -159,12 +159,6 @@ def _as_in_checkpoint(resume: Path, options: RunOptions, given: Set[str], plan: 
         return options
     check_policy_named(saved.policy, str(resume))
     return replace(options, policy=saved.policy)
-
-
-def _misplaced(ctx: typer.Context, args: Sequence[str]) -> list[str]:
-    """The script's arguments that are options of `pyps run`."""
-    own = {name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")}
-    return [name for name in (arg.partition("=")[0] for arg in args) if name in own]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 ORDERS = "PYPS_GAIN"  # the variable that holds a rank's orders, as JSON
+NO_LOADER = 77  # a rank's exit code where a script steps without a batch that could be sized
 BLOCK = 4  # batches of one size in succession
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -30,7 +31,7 @@ from torch.utils.data import (
     dataloader,
 )
 
-from pyps.gain.notes import BLOCK, ORDERS, Note, Orders
+from pyps.gain.notes import BLOCK, NO_LOADER, ORDERS, Note, Orders
 
 
 class _Batches:
@@ -65,7 +66,7 @@ class _Watch:
         self._orders = orders
         self._notes = Path(orders.notes).open("ab", buffering=0)  # noqa: SIM115 - as long as the process
         self._loader: Any = None  # whose batch is under way
-        self._samples = 0
+        self._samples = self._steps = 0
         self._began = self._worked = 0.0
         self._install()
 
@@ -86,8 +87,15 @@ class _Watch:
 
         BatchSampler.__iter__ = batches  # type: ignore[method-assign]
         dataloader._BaseDataLoaderIter.__next__ = next_batch  # type: ignore[method-assign]
+        register_optimizer_step_post_hook(self._stepped)
         if self._orders.pace > 1.0:
             self._emulate()
+
+    def _stepped(self, *_: Any) -> None:
+        """End a script that trains on batches that it makes itself."""
+        self._steps += 1
+        if self._steps >= BLOCK and self._loader is None:
+            os._exit(NO_LOADER)
 
     def _ended(self, loader: Any) -> None:
         """Note the batch before, and begin another."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pyps.errors import InputError, PypsError
-from pyps.gain.notes import ORDERS, Note, Orders
+from pyps.gain.notes import NO_LOADER, ORDERS, Note, Orders
 from pyps.run.guard import Guard
 
 LOOK_SECONDS = 0.05
@@ -166,14 +166,14 @@ def _wait(script: Script, ranks: Sequence[_Rank], least: int) -> None:
 def _gone(script: Script, rank: _Rank, least: int) -> None:
     """Raise what a rank that has ended says, unless it ended well and with batches enough."""
     code = rank.process.returncode
+    expected = f"{least} or more, drawn by a DataLoader that shuffles, or that has a DistributedSampler"
+    if code == NO_LOADER:
+        raise InputError(str(script.path), "", "steps on batches that the script makes itself", expected)
     if code:
         error = PypsError(f"{script.path} on {rank.device.name} ended with {code}; its last lines follow")
         error.add_note(rank.last_lines())
         raise error
     if (found := rank.count()) < least:
-        expected = (
-            f"{least} or more: a loop over a DataLoader that shuffles, or that has a DistributedSampler"
-        )
         raise InputError(str(script.path), "", f"{found} batches until the script ended", expected)
 
 

@@ -25,7 +25,8 @@ def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[S
     for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained), pushes), strict=True):
         if kind := str(found):
             usual, worst = pace.seconds * 1e3, pace.seconds_now / pace.seconds
-            times = f"a step computes for {usual:,.1f} ms, one in twenty {worst:.1f} times as long"
+            times = f"a step computes for {usual:,.1f} ms"
+            times += f", one in twenty {worst:.1f} times as long" if worst >= 1.05 else ""
             versions = f"{pace.versions:.1f} versions late, one in twenty {pace.versions_now:.1f}"
             yield f"rank {rank.rank} ({rank.name}): {kind}: its gradients are {versions}; {times}"
 

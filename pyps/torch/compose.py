@@ -54,11 +54,17 @@ class UnevenStep:
         balance: Rebalancer,
     ) -> None:
         self.sampler, self.mean, self.balance = sampler, mean, balance
-        self.backward = mean.backward
         self._model, self._optimizer, self._has_stepped = model, optimizer, False
         mean.compared.append(self._rule)
         with suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
             optimizer.register_step_pre_hook(self._check_caller)
+
+    def backward(self, loss: torch.Tensor, n: Any = None, **options: Any) -> None:
+        """Add the gradient, as GlobalMean.backward. Raises InputError, too, for batches of another loader."""
+        if not self.sampler.is_read:
+            expected = "a loop over the loader that uneven() returned, which gives each rank its batch"
+            raise InputError("uneven", "loader", "a step without a batch of it", expected)
+        self.mean.backward(loss, n, **options)
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -133,8 +139,10 @@ def uneven(
     reduction, wire, scaler: as in GlobalMean. loading: of the DataLoader, such as num_workers and collate_fn.
     Raises InputError for a dataset without length, an optimizer of other parameters, a plan, and batch_size.
     """
-    if not isinstance(dataset, Sized):
-        expected = "one with a length; UnevenIterableDataset is for streams"
+    if not isinstance(dataset, Sized) or isinstance(dataset, DataLoader):
+        expected = (
+            "uneven(model, dataset, ...), a dataset with a length; UnevenIterableDataset is for streams"
+        )
         raise InputError("uneven", "dataset", type(dataset).__name__, expected)
     if given := {"batch_size", "shuffle", "sampler", "batch_sampler"} & loading.keys():
         raise InputError("uneven", sorted(given)[0], "a value", "none: global_batch is of all ranks")

@@ -102,6 +102,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         begin, end = self._range(self.epoch, number, sizes[number])
         return sizes[number], end - begin
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a loop over its batches has begun."""
+        return self._loops > 0
+
     def __len__(self) -> int:
         return self.rounds * self.accumulation
 

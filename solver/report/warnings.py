@@ -106,6 +106,18 @@ def cut_short(samples: int, ranks: Sequence[PlannedRank]) -> str:
     return f"; there was no time to measure larger batches for {few_of(paths)}" if paths else ""
 
 
+def largest_measured(ranks: Sequence[PlannedRank], batches: Sequence[int]) -> list[str]:
+    """Name the groups that take the largest batch that there was time to measure."""
+    names = dict.fromkeys(
+        rank.group.name
+        for rank, batch in zip(ranks, batches, strict=True)
+        if rank.one_profile.cut_short and batch and batch >= max_batch_of(rank.group, rank.profile)
+    )
+    if not names:
+        return []
+    return [f"{few_of(list(names))}: no time was left to measure larger batches; pyps-profile --seconds"]
+
+
 def unlike_steps(cluster: Cluster, ranks: Sequence[PlannedRank]) -> Iterator[str]:
     """Warnings of profiles that did not time the same steps. An imported one does not say how it takes them,
     and groups that share devices may be choices of that.

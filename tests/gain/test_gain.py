@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 
-from pyps.cli.gain import gain_command
+from pyps.cli.gain import app, gain_command
 from pyps.errors import InputError, PypsError
 from pyps.gain import Gain, TimedSplit, changes, measure_gain
 from pyps.gain.measure import points_of
@@ -37,6 +38,15 @@ for k, (batch,) in enumerate(trained):
     if k == 12:
         break
 """
+OWN_BATCHES = """
+import torch
+
+weight = torch.zeros(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+while True:
+    (weight * torch.randn(2)).sum().backward()
+    optimizer.step()
+"""
 TRAINS = """
 import torch
 import torch.distributed as dist
@@ -55,6 +65,23 @@ for x, y in loader:
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
 """
+
+
+def context() -> typer.Context:
+    return typer.Context(typer.main.get_command(app))
+
+
+def test_options_after_the_script_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script gets them; where they were meant for the command, its message alone would lead astray."""
+    with pytest.raises(InputError, match="--devices: found 1 of them"):
+        gain_command(context(), Path(__file__), ["--throttle", "1,3"], "cpu", "", 1.0)
+    assert "so for it and not for pyps gain: --throttle" in capsys.readouterr().err
+
+
+def test_a_script_that_makes_its_batches_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_BATCHES)
+    with pytest.raises(InputError, match="steps on batches that the script makes itself; expected 8 or more"):
+        measure_gain(Script(tmp_path / "train.py", (), 1.0), [LocalDevice("cpu")] * 2, print)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
@@ -125,7 +152,7 @@ def test_every_script_has_lines_that_change(name: str) -> None:
 )
 def test_wrong_use_is_one_message(script: str, devices: str, throttle: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        gain_command(Path(script), None, devices, throttle, 1.0)
+        gain_command(context(), Path(script), None, devices, throttle, 1.0)
 
 
 def test_a_script_that_fails_shows_its_last_lines(tmp_path: Path) -> None:

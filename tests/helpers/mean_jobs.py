@@ -450,9 +450,9 @@ def unlike_rule(group: dist.ProcessGroup, field: str) -> str:
     model, kept = WRAPPERS["ddp"](Net(), group), {"lr": 0.1, "weight_decay": 0.0}
     optimizer = torch.optim.SGD(model.parameters(), **kept | ({field: 0.5} if group.rank() == 0 else {}))
     mean = GlobalMean(model)
-    step = UnevenStep(model, optimizer, None, mean, None)  # type: ignore[arg-type]
+    UnevenStep(model, optimizer, None, mean, None)  # type: ignore[arg-type]
     rows = own_rows(group)
-    return said(lambda: step.backward(ce(model(D["x"][rows]), rows)))
+    return said(lambda: mean.backward(ce(model(D["x"][rows]), rows)))
 
 
 def unlike(group: dist.ProcessGroup, what: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import InputError
 from pyps.torch import uneven
@@ -110,6 +110,17 @@ def stepped(before: bool, after: bool, rate: float = 0.01) -> str:
     return "nothing"
 
 
+def with_another_loader() -> str:
+    """Return what a loop hears that still goes over the loader it had before."""
+    ddp, _, step, _ = made()
+    try:
+        for _, x, y in DataLoader(dataset(), 4):
+            step.backward(mse(ddp(x), y))
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(())
@@ -124,6 +135,7 @@ def main() -> None:
     resumed = train(3, folder[0], resumes=True)
     foreign = torch.optim.SGD(network().parameters(), lr=0.1)
     said = [refused(batch_size=4), refused(dataset=Stream()), refused(optimizer=foreign), refused(plan="p")]
+    said += [refused(dataset=DataLoader(dataset(), 4)), with_another_loader()]
     twice = [stepped(True, False), stepped(False, True), stepped(True, True, 0.0), stepped(False, False)]
     if dist.get_rank() == 0:
         whole = found.pop("parameters")

@@ -137,6 +137,16 @@ def test_a_refusal_names_the_profiles_that_lack_larger_batches_for_want_of_time(
         make_plan(Cluster(job=Job(global_batch=9), worker=wide), [profile(0.1, 0.1, 8), whole])
 
 
+def test_a_worker_at_the_last_batch_that_there_was_time_for_is_named() -> None:
+    workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json") for k in range(2)]
+    short, whole = profile(0.1, 0.1, 4), profile(0.1, 0.1, 100)
+    line = "w0: no time was left to measure larger batches; pyps-profile --seconds"
+    for cut_short, total, said in ((True, 64, True), (False, 64, False), (True, 6, False)):
+        profiles = [msgspec.structs.replace(short, cut_short=cut_short), whole]
+        found = make_plan(Cluster(job=Job(global_batch=total), worker=workers), profiles).warnings
+        assert (line in found) is said
+
+
 def test_units_that_are_unlikely_are_named() -> None:
     """A link in Gbit/s or milliseconds, or a profile in milliseconds, only leaves workers out."""
     workers = [WorkerGroup(name=f"w{k}", profile=f"{k}.json", shares=["lan"]) for k in range(2)]
