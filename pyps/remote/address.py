@@ -29,7 +29,7 @@ STORE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # as in csrc/store/segment.c
 
 
 def is_address(name: str) -> bool:
-    """Whether a store's name says that it is elsewhere."""
+    """Return whether a store's name says that it is elsewhere."""
     return name.startswith((SCHEME, UNIX))
 
 
@@ -41,7 +41,7 @@ def check_store_name(where: str, name: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent there stays on this machine; False for `*` and for names other than localhost."""
+    """Return whether what is sent there stays on this machine; False for `*` and for names but localhost."""
     if host == "localhost":
         return True
     try:
@@ -51,7 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def needs_ipv6(host: str) -> bool:
-    """Whether a host is reached over IPv6 alone: libzmq resolves a name for one family."""
+    """Return whether a host is reached over IPv6 alone: libzmq resolves a name for one family."""
     try:
         return {found[0] for found in socket.getaddrinfo(host, None)} == {socket.AF_INET6}
     except (OSError, UnicodeError):
@@ -101,7 +101,7 @@ class Address:
 
 
 def is_sharded(text: str) -> bool:
-    """Whether an address names several servers."""
+    """Return whether an address names several servers."""
     return text.startswith(SCHEME) and "," in text.removeprefix(SCHEME).partition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""What every store behind a link has in its client: calls that one server answers, and gradients that leave.
+"""Define what a store behind a link has in its client: calls that one server answers, gradients that leave.
 
 Staging buffers are this process's own memory. What is encoded is encoded here, and what the code does not
 carry (error feedback) is kept here too, for this process's next gradient: another process that inherits the
@@ -267,7 +267,7 @@ class Away:
         return Transferred(result, reply.claims, reply.version, spans, skipped, reply.fenced)
 
     def _header(self, request: PushRequest) -> PushHeader:
-        """What goes ahead of a push. Before it is encoded, which is no computing. Raises InvalidArgument."""
+        """Say what precedes a push. Before it is encoded, which is no computing. Raises InvalidArgument."""
         scale = 1.0 if _is_encoded_here(request) else request.scale  # the codes are of the scaled gradient
         timeout = None if request.timeout is None else bounded(native.timeout_seconds(request.timeout))
         how = Encoding(request.encoding.codec, nonfinite=request.encoding.nonfinite)

@@ -1,4 +1,4 @@
-"""What one peer may take of a server: every bound, and what peers have taken of it.
+"""Define what one peer may take of a server: every bound, and what peers have taken of it.
 
 A peer is a key by its name; without keys, the host that a connection comes from or, on a unix socket, the
 process. What one peer takes leaves room for the others.
@@ -54,7 +54,7 @@ class Bound:
 
     @property
     def share(self) -> int:
-        """What one peer may have."""
+        """Return what one peer may have."""
         return self.most // max(1, self.peers) if self.each is None else self.each
 
     def add(self, peer: str, more: int) -> bool:

@@ -280,7 +280,7 @@ class Client:
             self.traffic.sent += sum(memoryview(frame).nbytes for frame in frames)
 
     def _broken(self) -> bool:
-        """Whether the connection ended since the last look. Raises LinkRefused where that was on purpose."""
+        """Tell whether the connection ended since the last look. Raises LinkRefused if it was on purpose."""
         ended, self._refused = self._refused, False
         while self._monitor.poll(0):
             event = zmq.Event(recv_monitor_message(self._monitor)["event"])
@@ -339,7 +339,7 @@ class Heartbeat(threading.Thread):
         self._unchanged = 0
 
     def stalled(self, unanswered: Iterable[int]) -> bool:
-        """Whether one of these calls, or its small reply, got lost: pongs come, but nothing else."""
+        """Return whether one of these calls, or its small reply, got lost: pongs come, but nothing else."""
         if self._unchanged < STALLED_PONGS:
             return False
         return any(seq > self._progress.taken or seq <= self._progress.answered for seq in unanswered)
@@ -360,7 +360,7 @@ class Heartbeat(threading.Thread):
                 self._missed = 0 if self._received_pong(socket) else self._missed + 1
 
     def _received_pong(self, socket: zmq.Socket[bytes]) -> bool:
-        """Whether a pong has come."""
+        """Return whether a pong has come."""
         received = False
         while socket.poll(0):
             pong = decode_reply(socket.recv_multipart()[0])

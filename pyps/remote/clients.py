@@ -22,7 +22,7 @@ MAX_TRIES = 3  # of one call that come at once, after connections that broke
 
 @dataclass(eq=False)
 class ClientRecord:
-    """What the loop knows of one client. Calls up to `taken` were begun; the client has all replies up to
+    """Hold what the loop knows of a client. Calls up to `taken` were begun; the client has all replies up to
     `received`, and may ask for the later ones in `replies` again. `thread` runs its calls; it has ended, or
     soon will, if the client has `timed_out`. `waiting`: bytes of numbers of the calls without a reply.
     """
@@ -40,7 +40,7 @@ class ClientRecord:
 
     @property
     def gone(self) -> bool:
-        """Whether no thread runs its calls."""
+        """Return whether no thread runs its calls."""
         return self.timed_out or self.thread is None or not self.thread.is_alive()
 
     @property
@@ -55,7 +55,7 @@ class ClientRecord:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """What a pong says of it: taken, left and answered."""
+        """Return what a pong says of it: taken, left and answered."""
         small = all(len(reply.frames) == 1 for reply in self.replies.values())
         return (
             self.taken,
@@ -113,7 +113,7 @@ class Clients:
 
     @property
     def threads(self) -> list[SessionThread]:
-        """Those that have not ended yet, of clients that are gone too."""
+        """Return those that have not ended yet, of clients that are gone too."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return self._threads
 

@@ -49,7 +49,7 @@ class Accepted:
 
 @dataclass(eq=False)
 class Connection:
-    """What came of one connection. Its messages may still wait to be received when its socket has ended and
+    """Hold what came of one connection. Its messages may still wait to be received when its socket ended and
     the next one has its descriptor, so it is known by the identity that the router gave it. `peer`: whose it
     is. `incoming`: the call whose numbers come.
     """
@@ -145,8 +145,8 @@ class Connections:
                 self.cut(other)
 
     def trim(self) -> None:
-        """Of too many connections cut the oldest that are silent, while these have more than their share, and
-        then those of the peers that have the most.
+        """Cut, of too many connections, the oldest that are silent, while these have more than their share,
+        and then those of the peers that have the most.
         """
         self._follow()
         while len(self) > self._bound.most:

@@ -1,4 +1,4 @@
-"""What a store is created from, as numbers on the link: the request, initial values, and a state's arrays."""
+"""Define what a store is created from, as numbers on the link: request, initial values, a state's arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def created_numbers(config: Config, state: StoreState | None) -> tuple[int, list
 
 
 def created_arrays(request_bytes: int, numbers: Frames) -> tuple[Config, StoreState | None]:
-    """What `created_numbers` sent.
+    """Return what `created_numbers` sent.
 
     Raises InvalidArgument, and msgspec's errors for a wrong request.
     """

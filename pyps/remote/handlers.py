@@ -57,7 +57,7 @@ DESCRIPTOR_SECONDS = 2.0  # until connections that brought nothing are cut
 
 @dataclass(frozen=True)
 class Place:
-    """What a client was in the store before its session left; `role` is None if it had not joined."""
+    """Hold what a client was in the store before its session left; `role` is None if it had not joined."""
 
     role: Role | None = None
     rank: int = -1
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Past:
-    """What a session was before its thread ended. in_round: the client's buffer, and what its push gave."""
+    """Hold what a session was before its thread ended. in_round: the client's buffer; what its push gave."""
 
     place: Place | None
     wing: int | None
@@ -115,7 +115,7 @@ class LinkSession:
 
     @property
     def room(self) -> AnswerRoom:
-        """Of the answer to the call under way."""
+        """Return the room of the answer to the call under way."""
         if self._room is None:
             self._room = self._site.bounds.answers.room(self._whose.peer, 0)
         return self._room
@@ -128,7 +128,7 @@ class LinkSession:
 
     @property
     def caller(self) -> Caller:
-        """What this session is, for the table's `by`."""
+        """Return what this session is, for the table's `by`."""
         other = self._wing.caller
         if self._site.may_remove(self._whose.peer):
             other |= Caller.REMOVER
@@ -150,7 +150,7 @@ class LinkSession:
             self._site.bounds.new_workers[self._whose.session] = self._whose.peer
 
     def _resumed(self, values: tuple[Any, ...]) -> WaitInterrupted | None:
-        """What ends a push that is resumed by a late client: it counts, as one that was waited for."""
+        """Return what ends a push that is resumed by a late client: it counts, as one that was waited for."""
         pushed = getattr(values[0], "push", None) if values else None
         staging, result = self._in_round or (0, None)
         if result is None or not isinstance(pushed, PushHeader) or pushed.staging != staging:
@@ -484,7 +484,7 @@ class LinkSession:
 
 
 def _most_bytes(back: Bulk, layout: Layout) -> int:
-    """What numbers an answer may have; a state's residuals of later ranks are counted once they are there."""
+    """Return how many bytes an answer may have; residuals of later ranks count once they are there."""
     more = {Bulk.GRADIENT: 0, Bulk.STORE: layout.states, Bulk.STATE: layout.states + layout.ranks}
     return 4 * (1 + more[back]) * layout.flat_elements + 8 * layout.chunks
 

@@ -234,7 +234,7 @@ def _write(path: Path, keys: ServerKeys | ClientKeys) -> None:
 
 
 def _exists(path: Path) -> bool:
-    """Whether something is there. Raises InputError where that cannot be seen."""
+    """Return whether something is there. Raises InputError where that cannot be seen."""
     try:
         return bool(path.lstat())
     except FileNotFoundError:
@@ -255,7 +255,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file; None: it is not there."""
+    """Return what changes with a file; None: it is not there."""
     try:
         found = path.stat()
     except OSError:

@@ -131,7 +131,7 @@ class LinkBackend(Away):
         decode_vector(self._back, codec, self.layout, flat)
 
     def _sent(self, request: PushRequest) -> OutgoingPush:
-        """What is sent for a push: its header, its numbers, and what was not finite among them.
+        """Return what is sent for a push: its header, its numbers, and what was not finite among them.
 
         Raises NotFinite, InvalidArgument.
         """

@@ -30,7 +30,7 @@ def sent_ranges(what: str, count: int, numbers: Frames, flat_elements: int) -> t
 
 
 def packed(flat: Flat, ranges: Ranges) -> Flat:
-    """What `flat` has in the ranges, one after the other."""
+    """Return what `flat` has in the ranges, one after the other."""
     parts = [flat[int(first) : int(first + count)] for first, count in ranges]
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 

@@ -299,7 +299,7 @@ class Server:
             traceback.print_exc(file=sys.stderr)
 
     def _look(self, drained: bool) -> None:
-        """What is done from time to time."""
+        """Do what is to be done from time to time."""
         self._site.bounds.answers.sweep()
         self._connections.look(drained)
         self.counters.cut_off = self._connections.cut_off

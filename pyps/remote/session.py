@@ -36,7 +36,7 @@ from pyps.remote.wire import (
 
 @dataclass(frozen=True)
 class SessionReply:
-    """What a session's call gave: a header, and numbers, and their room in the server's memory."""
+    """Hold what a session's call gave: a header, and numbers, and their room in the server's memory."""
 
     session: bytes
     seq: int
@@ -91,7 +91,7 @@ class SessionThread(threading.Thread):
             calls.close()
 
     def _frames(self, calls: LinkSession, call: Call, numbers: Frames) -> list[Any]:
-        """What answers a call; those that the session's end interrupts or comes before were not done."""
+        """Give what answers a call; those that the session's end interrupts or comes before were not done."""
         if self._ended.is_set():
             return [failure(call.seq, calls.late(call.verb))]
         try:

@@ -1,4 +1,4 @@
-"""What every session of a server knows of it, and what a server asks of the wing for several servers.
+"""Define what every session of a server knows of it, and what a server asks of the wing for several servers.
 
 That wing, pyps.shards, is found by its name when a server starts or an address names several servers: no
 other room imports it.
@@ -36,15 +36,15 @@ class WingSession(Protocol):
 
     @property
     def caller(self) -> Caller:
-        """What the wing's calls have made of the session; no flag: nothing."""
+        """Return what the wing's calls have made of the session; no flag: nothing."""
 
     @property
     def layout(self) -> Layout:
-        """Of what its calls answer from. Raises SegmentNotFound."""
+        """Return the layout that its calls answer from. Raises SegmentNotFound."""
 
     @property
     def past(self) -> int | None:
-        """What a later thread of this session has to know of it; None: nothing."""
+        """Return what a later thread of this session has to know of it; None: nothing."""
 
     def check(self) -> None:
         """Before each call. Raises LinkLost where all shards began anew since the session's first."""
@@ -66,11 +66,11 @@ class WingSession(Protocol):
 
 
 class WingHost(Protocol):
-    """What a server has of a model over several."""
+    """Hold what a server has of a model over several."""
 
     @property
     def is_head(self) -> bool:
-        """Whether the server's store decides for others, so that no push goes to it alone."""
+        """Return whether the server's store decides for others, so that no push goes to it alone."""
 
     def open_existing(self) -> None:
         """Go on with what an earlier server has left here. Raises StoreError."""
@@ -92,7 +92,7 @@ class Wing(Protocol):
 
     @property
     def handlers(self) -> Handlers:
-        """What is done for its calls."""
+        """Return what is done for its calls."""
 
     def host(self, store: str, home: Home | None, opened: Callable[[Layout], None]) -> WingHost:
         """For a server of this store; home, opened: as for pyps.remote.server.Server and Site."""
@@ -124,14 +124,14 @@ class Site:
     ranks_of: Callable[[str], tuple[int, ...] | None]  # those that a peer's key is bound to; None: to none
 
     def may_plan(self, peer: str) -> bool:
-        """Whether a peer made the store, or has a worker in it by a key that is bound to no ranks."""
+        """Return whether a peer made the store, or has a worker in it by a key that is bound to no ranks."""
         if self.planners is None or peer == self.planners.get(MAKER):
             return True
         return peer in tuple(self.planners.values()) and self.ranks_of(peer) is None
 
     def may_remove(self, peer: str) -> bool:
-        """Whether a peer may remove a model of which a shard is lost: who may plan, and where the server has
-        been started anew since the model was made any whose key is bound to no ranks.
+        """Return whether a peer may remove a model of which a shard is lost: who may plan, and where the
+        server has been started anew since the model was made any whose key is bound to no ranks.
         """
         if self.planners is not None and MAKER not in self.planners:
             return self.ranks_of(peer) is None

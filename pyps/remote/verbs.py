@@ -30,7 +30,7 @@ Arrays = tuple[NDArray[Any], ...]
 
 
 class Caller(Flag):
-    """What a session is: a server looks here, and nowhere else, at who may call what.
+    """Hold what a session is: a server looks here, and nowhere else, at who may call what.
 
     STRANGER: has opened nothing. OBSERVER: has opened the store, and has not joined it as a worker. WORKER:
     has joined as one. CREATOR: makes a store over several servers, of which some are not there yet. SERVER:
@@ -54,7 +54,7 @@ ANY = OPENED | Caller.STRANGER
 
 
 class Bulk(Enum):
-    """What numbers follow a call, or its answer: at most a gradient's, a whole store's, a state's."""
+    """Hold what numbers follow a call, or its answer: at most a gradient's, a whole store's, a state's."""
 
     NONE = auto()
     GRADIENT = auto()
@@ -131,7 +131,7 @@ class Calls(Protocol):
         """Back: the codes."""
 
     def read(self, ranges: Count, timeout: Timeout) -> int:
-        """As `pull`, of one version."""
+        """Pull one version."""
 
     def snapshot(self, states: Count, timeout: Timeout) -> int:
         """Back: parameters, `states` optimizer vectors and steps."""
@@ -183,7 +183,7 @@ class Handler:
 
 
 class Handlers(dict[str, Handler]):
-    """What a server does for each verb, by its name."""
+    """Hold what a server does for each verb, by its name."""
 
     def plain(
         self, asked: LinkVerb[P, R]

@@ -1,4 +1,4 @@
-"""What goes over the link: which calls there are, and what each carries. One page is the whole protocol.
+"""Say what goes over the link: which calls there are, and what each carries. One page is the whole protocol.
 
 A header is msgpack, at most MAX_HEADER_BYTES; bare numbers are frames (pyps.remote.framing). The calls are
 those of pyps.remote.verbs. Every call has a unique name, {session, seq}: a server does each one once, in
@@ -131,7 +131,7 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenReply(msgspec.Struct, frozen=True):
-    """What an opened store is like; a client not heard of for `client_timeout_seconds` is dead."""
+    """Hold what an opened store is like; a client not heard of for `client_timeout_seconds` is dead."""
 
     server: bytes
     client_timeout_seconds: float
@@ -179,7 +179,7 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferReply(msgspec.Struct, frozen=True):
-    """As pyps.native.transfer.Transferred. push_seconds: of the push, at the server."""
+    """Carry a pyps.native.transfer.Transferred. push_seconds: of the push, at the server."""
 
     result: PushResult | None
     claims: tuple[Claim, ...]

@@ -112,7 +112,7 @@ def cut(run: int, tensors: Sequence[Tensor], chunk_params: int, servers: int, se
 
 
 def _place(tensors: Sequence[Tensor], chunk_params: int) -> tuple[tuple[Tensor, ...], tuple[GroupSpan, ...]]:
-    """As csrc/store/geometry.c: groups follow one another, each from the start of a chunk."""
+    """Place groups as csrc/store/geometry.c does: one after another, each from the start of a chunk."""
     placed, at = list(tensors), 0
     spans: list[GroupSpan] = []
     for group in range(max((t.group for t in tensors), default=0) + 1):
@@ -181,7 +181,7 @@ def check_policy(config: Config) -> None:
 
 
 def head_config(whole: Cut, config: Config) -> Config:
-    """What the head is made from."""
+    """Return what the head is made from."""
     tensors = head_tensors(whole)
     initial = tuple(np.zeros(t.shape, np.float32) for t in tensors)
     return replace(config, tensors=tensors, initial=initial, chunk_params=whole.chunk_params)
@@ -210,7 +210,7 @@ def _steps(whole: Cut, header: StateHeader) -> list[float]:
 
 
 def shard_config(whole: Cut, shard: Shard, config: Config, flat: Flat) -> Config:
-    """What a shard's store is made from. flat: the whole's values."""
+    """Return what a shard's store is made from. flat: the whole's values."""
     tensors = _shard_tensors(whole, shard)
     return Config(
         tensors=tensors,

@@ -1,4 +1,4 @@
-"""What the first server of several tells the others: which pushes became which versions, in one order.
+"""Define what the first server of several tells the others: which pushes became which versions, in one order.
 
 The head (pyps.shards.cut) decides; every shard applies this log in its order, so all have the same
 versions, and a PIN comes between the same two versions everywhere. A ticket's tag names the gradient, which
@@ -38,8 +38,8 @@ class Decisions(Protocol):
         """
 
     def entries(self, index: int, timeout: float) -> list[LogEntry]:
-        """Those from an index on, in order; none if there are none within the timeout. Raises TimedOut where
-        the log does not reach back so far: follow it again.
+        """Return those from an index on, in order; none if there are none within the timeout. Raises TimedOut
+        where the log does not reach back so far: follow it again.
         """
 
 
@@ -74,7 +74,7 @@ class DecisionLog:
         self._find_tickets(layout.max_participants * layout.staging_buffers)
 
     def _find_tickets(self, kept: int) -> None:
-        """Those before this log began: the last ones."""
+        """Find those before this log began: the last ones."""
         found: list[LogEntry] = []
         for version in range(self.version, max(0, self.version - kept), -1):
             try:
@@ -102,7 +102,7 @@ class DecisionLog:
         return self._closed
 
     def knows(self, seal: bytes) -> bool:
-        """Whether this is the model's seal."""
+        """Return whether this is the model's seal."""
         return same(sealed(seal), self._sealed)
 
     def enter(self, session: bytes) -> int:

@@ -1,4 +1,4 @@
-"""What a server does for the calls of pyps.shards.verbs: at the first server, which decides, and at each."""
+"""Answer the calls of pyps.shards.verbs: at the first server, which decides, and at each."""
 
 from __future__ import annotations
 

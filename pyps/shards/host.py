@@ -1,4 +1,4 @@
-"""What one server has of a model over several: its shard, and if it is the first one the log of decisions."""
+"""Hold what one server has of a model over several: its shard, and at the first the log of decisions."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class _Local:
 
 
 def head_tensors(home: Home) -> tuple[Tensor, ...]:
-    """Those of the store at the first server. Raises StoreError where that cannot be asked."""
+    """Return the tensors of the store at the first server. Raises StoreError where that cannot be asked."""
     address = parse_address(home if isinstance(home, str) else home())
     client = Client(address)
     try:

@@ -30,7 +30,7 @@ def proof(session: bytes) -> bytes:
 
 
 def proofs(session: bytes, servers: int) -> tuple[bytes, ...]:
-    """Of the sessions at each shard of the client that has this one at the first server."""
+    """Return those of the sessions at each shard of the client that has this one at the first server."""
     return tuple(proof(shard_session(session, index)) for index in range(servers))
 
 
@@ -41,5 +41,5 @@ def receipt(seal: bytes, index: int, tag: Tag) -> bytes:
 
 
 def same(found: bytes, expected: bytes) -> bool:
-    """Whether a secret is right, in a time that does not tell how much of it is."""
+    """Return whether a secret is right, in a time that does not tell how much of it is."""
     return hmac.compare_digest(found, expected)

@@ -187,8 +187,8 @@ class ShardStore:
         return self._is_there("push", session, client) and self._held_by(client) < MAX_STAGED
 
     def _is_there(self, what: str, session: bytes, client: int) -> bool:
-        """Whether the log has this client yet. Raises Fenced once it has left, and InvalidArgument where the
-        session is not this client's.
+        """Return whether the log has this client yet. Raises Fenced once it has left, and InvalidArgument
+        where the session is not this client's.
         """
         known = self._live.get(client)
         if known is None and client <= self._newest:
@@ -232,7 +232,7 @@ class ShardStore:
             raise NotFinite("push", "the gradient has a value that is not finite")
 
     def pinned(self, session: bytes, tag: Tag, timeout: float) -> Pinned:
-        """What was kept for a client's pin, once. session: the caller's. Raises TimedOut, Fenced,
+        """Return what was kept for a client's pin, once. session: the caller's. Raises TimedOut, Fenced,
         InvalidArgument.
         """
 

@@ -260,7 +260,7 @@ class ShardedBackend(Away):
             decode_vector(codes, codec, layout, own)
 
     def _pinned(self, tag: Tag, codec: Codec) -> list[Frames]:
-        """What was pinned, in this codec, of each shard."""
+        """Return what was pinned, in this codec, of each shard."""
         asked = verbs.PULL_PINNED(self._cut.run, tag, codec, PINNED_SECONDS)
         return [found for _, found in self._all([asked] * len(self._shards))]
 
@@ -346,7 +346,7 @@ class ShardedBackend(Away):
         return self._finished(sent, reply, pushed, out, arrived)
 
     def _sent(self, request: PushRequest) -> tuple[PushHeader, PartNumbers, EncodeCounts]:
-        """What is sent for a push: its header, each shard's numbers, and what was not finite among them.
+        """Give what is sent for a push: its header, each shard's numbers, and what was not finite among them.
 
         Raises NotFinite, and InvalidArgument for what needs all of the gradient at one place.
         """

@@ -43,7 +43,7 @@ class StagedFile:
 
     @property
     def numbers(self) -> NDArray[np.uint8]:
-        """What was sent, as bytes."""
+        """Return what was sent, as bytes."""
         return np.frombuffer(self.memory, np.uint8, offset=HEAD_BYTES)[: int(self._words[2])]
 
     def fill(
@@ -83,7 +83,7 @@ class StagedGradients:
         return next((file for file in self._files if file.tag == tag), None)
 
     def tags(self) -> list[Tag]:
-        """Of all that are held."""
+        """Return the tags of all that are held."""
         return [file.tag for file in self._files if file.tag is not None]
 
     def free(self) -> StagedFile:

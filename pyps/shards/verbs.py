@@ -20,7 +20,7 @@ from pyps.store.backend import Count, Position, Timeout
 
 
 class LogKind(IntEnum):
-    """Of an entry of the log by which the first of several servers tells the others what it has decided.
+    """Name the kind of an entry of the log by which the first of several servers says what it has decided.
 
     APPLY: a push is the next version. DROP: a push that was sent is none. END: a client has no more pushes.
     PIN, PIN_ALL: keep a copy of the parameters, or of all state, for a client to fetch. ENTER: a client may
@@ -60,8 +60,8 @@ class Following(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first of several servers decides at once: a push whose parts every server has been sent, the
-    claims of later steps, and the version to pull.
+    """Hold what the first of several servers decides at once: a push whose parts every server has been sent,
+    the claims of later steps, and the version to pull.
 
     seq: the client's number of it; those of its pushes rise. receipts: each shard's for its part. pin: PIN or
     PIN_ALL; None: nothing is pulled. ask, max_samples: as in TransferHeader.
@@ -76,7 +76,7 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommitReply(msgspec.Struct, frozen=True):
-    """What was decided. client: the number under which what was pinned is kept."""
+    """Hold what was decided. client: the number under which what was pinned is kept."""
 
     client: int
     transfer: TransferReply

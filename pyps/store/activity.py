@@ -1,4 +1,4 @@
-"""What each rank of a store does now, and which ranks the others wait for, in words.
+"""Define what each rank of a store does now, and which ranks the others wait for, in words.
 
 All of it is read from the store's view (a StoreActivity); nothing joins the store.
 """
@@ -44,7 +44,7 @@ def look(store: Store) -> StoreActivity:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a rank does: since `seconds` ago, said by `text`. `straggler`: others wait for it."""
+    """Hold what a rank does: since `seconds` ago, said by `text`. `straggler`: others wait for it."""
 
     rank: int
     doing: Doing
@@ -121,7 +121,7 @@ def _marked(activity: Activity, waited_for: bool) -> Activity:
 
 
 def _condition(pid: int) -> Literal["stopped", "dead"] | None:
-    """Whether a process of this machine cannot go on; None if it can, or is of another PID namespace."""
+    """Tell whether a process of this machine cannot go on; None if it can, or is of another PID namespace."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -77,7 +77,7 @@ class Backend(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What went over links so far."""
+        """Return what went over links so far."""
 
     def close(self) -> None:
         """Leave and let go of the store; what this handle made and does not keep is removed."""
@@ -127,7 +127,7 @@ class Backend(Protocol):
         """The data set that this worker reads. Raises InvalidArgument, naming the rank that has another."""
 
     def set_cost_model(self, model: CostModel) -> None:
-        """What this worker's steps are expected to cost."""
+        """Say what this worker's steps are expected to cost."""
 
     # Parameters.
 
@@ -194,10 +194,10 @@ class Backend(Protocol):
         """Every participant slot that was ever used, in slot order."""
 
     def ranks(self) -> list[RankCounters]:
-        """What each rank has done, in rank order."""
+        """Return what each rank has done, in rank order."""
 
     def costs(self) -> list[RankCost]:
-        """What each rank's steps cost, in rank order."""
+        """Return what each rank's steps cost, in rank order."""
 
     def hyper(self) -> list[Hyper | None]:
         """The constants of each group's last step; None: no step yet, or an averaged group."""

@@ -133,7 +133,7 @@ def _check(name: str, array: NDArray[Any], kind: type[np.generic], size: int) ->
 
 
 class Residual(Generic[A]):
-    """What an encoder's codes did not carry of a gradient, to be added to the next one: error feedback.
+    """Hold what an encoder's codes did not carry of a gradient, to be added to the next one: error feedback.
 
     It counts only once its gradient was admitted; until then the one before is kept. Several gradients may be
     under way; they are committed in the order in which they began, perhaps by another thread. `new` makes an

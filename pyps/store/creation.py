@@ -1,4 +1,4 @@
-"""What a new store is made from: what the caller gives, and where that is silent, what a state says."""
+"""Say what a new store is made from: what the caller gives, and where that is silent, what a state says."""
 
 from __future__ import annotations
 

@@ -120,13 +120,13 @@ class StoreHandle:
 
     @property
     def backend(self) -> Backend:
-        """What this store is made of, for tools; a call of it takes no turn."""
+        """Return what this store is made of, for tools; a call of it takes no turn."""
         with self._looks as backend:
             return backend
 
     @property
     def traffic(self) -> Traffic:
-        """What went over links so far; zeros for a store on this machine."""
+        """Return what went over links so far; zeros for a store on this machine."""
         with self._looks as backend:
             return backend.traffic
 
@@ -135,7 +135,7 @@ class StoreHandle:
         return self._params
 
     def policy_needs(self) -> PolicyNeeds:
-        """What the store's policy asks of its workers."""
+        """Return what the store's policy asks of its workers."""
         return native.policy_needs(self.layout.policy, self._params)
 
     def _checked(self, request: PushRequest) -> PushRequest:
@@ -191,12 +191,12 @@ class StoreHandle:
             return backend.members()
 
     def ranks(self) -> list[RankCounters]:
-        """What each rank has done, in rank order."""
+        """Return what each rank has done, in rank order."""
         with self._looks as backend:
             return backend.ranks()
 
     def costs(self) -> list[RankCost]:
-        """What each rank's steps cost, in rank order."""
+        """Return what each rank's steps cost, in rank order."""
         with self._looks as backend:
             return backend.costs()
 

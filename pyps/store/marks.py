@@ -19,7 +19,7 @@ def mark(run: int, servers: int, seal: bytes, group: int) -> str:
 
 
 def run_and_servers(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Of the store of a head or a shard: which run's, and over how many servers; None: of no such store."""
+    """Return which run's a head's or shard's store is, and over how many servers; None: no such store."""
     found = _marked(tensors)
     return None if found is None else (int(found[1], 16), int(found[2]))
 
@@ -31,7 +31,7 @@ def seal_of(tensors: Sequence[Tensor]) -> bytes:
 
 
 def sealed(seal: bytes) -> bytes:
-    """What all may see of a seal: who knows the seal is known by it."""
+    """Return what all may see of a seal: who knows the seal is known by it."""
     return hashlib.blake2b(seal, digest_size=SEAL_BYTES).digest()
 
 

@@ -33,7 +33,7 @@ COMMON = ("round_timeout_seconds",)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What every policy has.
+    """Hold what every policy has.
 
     `round_timeout_seconds`: a live worker that holds up the others for longer is fenced. Calls without
     a timeout wait for twice as long. `scaling`: what a push takes of an optimizer step, where no round
@@ -61,12 +61,12 @@ class Policy:
 
     @property
     def pace(self) -> Pace:
-        """What its workers wait for, as the planner counts it."""
+        """Return what its workers wait for, as the planner counts it."""
         return Pace("free")
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether pulls look ahead, where gradients come late."""
+        """Return whether pulls look ahead, where gradients come late."""
         return self.lookahead and self.scaling == "samples"
 
     def params(self) -> PolicyParams:
@@ -75,12 +75,12 @@ class Policy:
         return replace(self._params(), scaling=scaling, plain_pulls=int(plain))
 
     def _params(self) -> PolicyParams:
-        """Those that this policy alone has."""
+        """Return those that this policy alone has."""
         return PolicyParams()
 
     @cached_property
     def needs(self) -> PolicyNeeds:
-        """What the policy asks of its workers."""
+        """Return what the policy asks of its workers."""
         return native.policy_needs(self.number, self.params())
 
     def __str__(self) -> str:
@@ -351,11 +351,11 @@ class Custom(Policy):
         cls.name = f"{cls.__module__}.{cls.__qualname__}"
 
     def may_start(self, context: PolicyContext, shared_state: MutableSequence[int]) -> bool:
-        """Whether a worker may begin a step now; words that change are kept if it may."""
+        """Return whether a worker may begin a step now; words that change are kept if it may."""
         return True
 
     def scale(self, context: PolicyContext, shared_state: MutableSequence[int]) -> float | None:
-        """What a gradient is multiplied by; None: it is dropped, its samples go back."""
+        """Return what a gradient is multiplied by; None: it is dropped, its samples go back."""
         return 1.0
 
     def _params(self) -> PolicyParams:

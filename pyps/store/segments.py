@@ -59,7 +59,7 @@ def staged_path(name: str, number: int) -> Path:
 
 
 def staged_paths(name: str) -> list[Path]:
-    """Those that there are."""
+    """Return those that there are."""
     return sorted(folder().glob(f"{PREFIX}{name}{STAGED}*"))
 
 
@@ -71,7 +71,7 @@ def segments() -> list[Segment]:
 
 
 def inspect(path: Path) -> Segment | None:
-    """What one file is; None if it has gone meanwhile."""
+    """Return what one file is; None if it has gone meanwhile."""
     name = path.name.removeprefix(PREFIX)
     try:
         status = path.lstat()

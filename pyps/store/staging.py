@@ -1,4 +1,4 @@
-"""What a push is made of: a staging buffer as NumPy and torch see it, and a request that fits the store."""
+"""Make what a push is made of: a staging buffer as NumPy and torch see it, a request that fits the store."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check_request(request: PushRequest, layout: Layout) -> None:
 
 
 def exchanged(result: PushResult, version: int | None, pull: Callable[[], int]) -> tuple[PushResult, int]:
-    """What an exchange came to; pull: for one without parameters, says why there were none.
+    """Return what an exchange came to; pull: for one without parameters, says why there were none.
 
     Raises Fenced for a worker that was fenced after its push, and what `pull` raises.
     """

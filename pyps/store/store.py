@@ -404,7 +404,7 @@ class Store(StoreHandle):
             return data, backend.pull_encoded(kind, data)
 
     def should_continue(self, done: int, following: int) -> Advice:
-        """What to do between two micro-batches: `done` samples are computed, `following` are in the next one.
+        """Say what to do between micro-batches: `done` samples are computed, the next one has `following`.
 
         CONTINUE; PUSH_NOW what is computed, since the next micro-batch would come too late; or ABORT: the
         samples go back, the staging buffer is free, call start() again. Raises Fenced.

@@ -29,13 +29,13 @@ class RankPace:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """What kind of straggler a rank is, if any."""
+    """Hold what kind of straggler a rank is, if any."""
 
     by_version: StragglerKind = ""
     by_time: StragglerKind = ""
 
     def __str__(self) -> str:
-        """As "static straggler by version and time"; of two kinds each is named."""
+        """Return it as "static straggler by version and time"; of two kinds each is named."""
         if self.by_version == self.by_time:
             return f"{self.by_version} straggler by version and time" if self.by_time else ""
         return ", ".join(self._each())

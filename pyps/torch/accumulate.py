@@ -25,7 +25,7 @@ class MicroBatches:
         self._mean = mean
 
     def cut(self, batch: Any, parts: int | Sequence[int] | None, most: int | None) -> Iterator[Any]:
-        """As GlobalMean.accumulate()."""
+        """Cut it as GlobalMean.accumulate()."""
         if (parts is None) == (most is None):
             raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
         whole, known = isinstance(parts, Sequence), self._mean.samples_now()
@@ -46,7 +46,7 @@ class MicroBatches:
         return self._passes(source, len(cuts), whole, min(rows, len(cuts)))
 
     def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
-        """As GlobalMean.rounds()."""
+        """Yield rounds as GlobalMean.rounds()."""
         sampler = self._mean.sampler
         if sampler is None:
             raise InputError("rounds", "sampler", "None", "GlobalMean(model, sampler)")
@@ -83,7 +83,7 @@ class MicroBatches:
             raise InputError("accumulate", "micro-batches", found, "mean.backward() for each")
 
     def _meets_in_passes(self) -> bool:
-        """Whether ranks wait for each other within each pass."""
+        """Return whether ranks wait for each other within each pass."""
         return any(not one.is_ddp for one in self._mean.models) or self._waits_in_layers()
 
     def _waits_in_layers(self) -> bool:
@@ -97,7 +97,7 @@ class MicroBatches:
             raise InputError(where, "micro-batches", f"{tuple(parts)}", expected)
 
     def _largest(self, own: int) -> int:
-        """Of all ranks."""
+        """Return the largest of all ranks."""
         found = torch.tensor(own, device=self._mean.device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mean.group)
         return int(found)
@@ -133,13 +133,13 @@ def _lengths(batch: Any, top: bool = False) -> Iterator[int]:
 
 
 def _may_be_fields(batch: list[Any]) -> bool:
-    """Whether all of a list are tensors of one length."""
+    """Return whether all of a list are tensors of one length."""
     tensors = [one for one in batch if isinstance(one, torch.Tensor) and one.dim()]
     return len(tensors) == len(batch) > 0 and len({len(one) for one in tensors}) == 1
 
 
 def _looks_like_samples(batch: list[Any]) -> bool:
-    """Whether a list has an entry for each sample, not one for each field: all are of one kind."""
+    """Return whether a list has an entry for each sample, not one for each field: all are of one kind."""
     kinds = {(one.dtype, one.dim()) if isinstance(one, torch.Tensor) else type(one) for one in batch}
     return len(kinds) == 1 and not isinstance(batch[0], list | tuple)
 

@@ -33,8 +33,8 @@ RULES = get_args(Rule)
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What a run goes on with: the split, the batch at first, and the factor of the learning rate, which is
-    that of the next epoch's split, if it is known.
+    """Hold what a run goes on with: the split, the batch at first, and the factor of the learning rate, which
+    is that of the next epoch's split, if it is known.
     """
 
     split: list[int]
@@ -106,7 +106,7 @@ class AdaptiveBatch:
         return self._sampler.next_batch
 
     def _devices(self) -> list[RankDevice]:
-        """Of all ranks with samples of their own, in each group of such ranks the same."""
+        """Return those of all ranks with samples of their own, in each group of such ranks the same."""
         mean = self._balance.mean
         every: list[Any] = [None] * len(self._sampler.split)
         dist.all_gather_object(every, self._balance.device, group=mean.group)

@@ -141,8 +141,8 @@ def _states(
     tensors: dict[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """What the script gave to save, and its tensors into `tensors`: what all ranks have alike, and of each
-    rank its own, its random numbers too.
+    """Return what the script gave to save, and its tensors into `tensors`: what all ranks have alike, and of
+    each rank its own, its random numbers too.
     """
     rank, common = dist.get_rank(group), dict[str, Any]()
     own: dict[str, Any] = {"random": pack(_random_states(_gpu_of(model)), f"rank{rank}.random", tensors)}
@@ -215,7 +215,7 @@ def load(
 
 @contextlib.contextmanager
 def _describing(path: Path) -> Iterator[None]:
-    """What a state of wrong types or shapes leads to, as an InputError."""
+    """Raise what a state of wrong types or shapes leads to, as an InputError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -316,7 +316,7 @@ def _first_rank(
 
 
 def _agreed(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What the function gives on the first rank, on all ranks; so is an InputError that it raises. For any
+    """Return on all ranks what the function gives on the first; so is an InputError that it raises. For any
     other error, which the first rank raises, the other ranks raise an InputError, so that none waits.
     """
     found: tuple[Any, tuple[str, str, str, str] | None] = None, None
@@ -434,7 +434,7 @@ def _gpu_of(model: torch.nn.Module) -> torch.device | None:
 
 
 def _random_states(gpu: torch.device | None) -> dict[str, Any]:
-    """Of torch, NumPy and Python in this process."""
+    """Return those of torch, NumPy and Python in this process."""
     kind, keys, *rest = np.random.get_state()
     states = {"torch": torch.get_rng_state(), "numpy": (kind, np.asarray(keys, np.int64), *rest)}
     if gpu is not None:

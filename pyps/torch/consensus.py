@@ -27,7 +27,7 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """What a rank refuses: the arguments of its InputError, or nothing."""
+    """Hold what a rank refuses: the arguments of its InputError, or nothing."""
 
     error: tuple[str, str, str, str] | None = None
 
@@ -74,7 +74,7 @@ class Consensus:
 
     @property
     def decides(self) -> bool:
-        """Whether this rank makes the decisions."""
+        """Return whether this rank makes the decisions."""
         return self.rank == 0 and self._speaks
 
     def agree(self, error: InputError | None) -> None:

@@ -46,7 +46,7 @@ class WindowReport(msgspec.Struct, frozen=True):
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
-    """What all ranks read: the state of each rank, and the change of the split if there is one."""
+    """Hold what all ranks read: the state of each rank, and the change of the split if there is one."""
 
     states: list[RankState]
     change: SplitChange | None = None
@@ -92,8 +92,8 @@ class SplitDecisions:
         return self._cadence.step(asked, self)
 
     def report(self, number: int, asked: bool) -> None:
-        """As in Cadence: this rank's report. The window's times are added to what is known of the device.
-        asked: a rank asked for it, so that what was known before may do.
+        """Give this rank's report, as Cadence asks. The window's times are added to what is known of the
+        device. asked: a rank asked for it, so that what was known before may do.
         """
         sampler = self._sampler
         batches = sampler.batch, sampler.latest_split[sampler.rank]
@@ -103,13 +103,13 @@ class SplitDecisions:
         self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position))
 
     def decide(self, number: int, lead: int) -> None:
-        """As in Cadence: decide, on the first rank. lead: rounds that each rank draws before it reads."""
+        """Decide, as Cadence asks, on the first rank. lead: rounds that each rank draws before it reads."""
         if self._consensus.decides:
             reports = self._consensus.reports(number, WindowReport)
             self._consensus.decide(number, self._decided(reports, lead * self._sampler.per_step))
 
     def read(self, number: int) -> bool:
-        """As in Cadence: take the decision; whether it is a change of the split."""
+        """Take, as Cadence asks, the decision; whether it is a change of the split."""
         decision = self._consensus.decision(number, SplitDecision)
         self._adopt(decision)
         self._on_read(decision)

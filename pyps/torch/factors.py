@@ -46,7 +46,7 @@ def power_of_two(number: torch.Tensor) -> Number:
 
 
 def held_factors(terms: list[Term], unit: Number) -> list[tuple[Term, Number, Number]]:
-    """Those of a micro-batch, whose whole loss is multiplied by its count."""
+    """Return those of a micro-batch, whose whole loss is multiplied by its count."""
     return [(term, is_any(term.count), 1 / unit) for term in terms]
 
 

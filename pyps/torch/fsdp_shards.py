@@ -87,7 +87,7 @@ class ShardedModules:
             group.gradient_divide_factor = None
 
     def reduces(self) -> bool:
-        """Whether the next backward pass reduces gradients over all ranks."""
+        """Return whether the next backward pass reduces gradients over all ranks."""
         return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
 
     @contextmanager
@@ -136,7 +136,7 @@ class ShardedModules:
 
 
 class ShardedModel(Wrapped):
-    """What fully_shard gives."""
+    """Hold what fully_shard gives."""
 
     is_ddp = False
 

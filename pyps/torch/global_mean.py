@@ -180,7 +180,7 @@ class GlobalMean:
             one.model.register_forward_pre_hook(enters, prepend=True, with_kwargs=True)
 
     def _refused_options(self) -> InputError | None:
-        """What this rank refuses of its options."""
+        """Return what this rank refuses of its options."""
         if self.wire not in get_args(Wire):
             return InputError("GlobalMean", "wire", repr(self.wire), "same, bf16, f16, int8 or int4")
         if self.reduction not in ("mean", "sum"):
@@ -227,7 +227,7 @@ class GlobalMean:
 
     @property
     def reduces(self) -> bool:
-        """Whether the next backward pass reduces gradients; else it is a micro-batch under no_sync()."""
+        """Tell whether the next backward pass reduces gradients; else it is a micro-batch under no_sync()."""
         return all(one.reduces() for one in self.models)
 
     @property
@@ -279,7 +279,7 @@ class GlobalMean:
         return self._micro_batches.rounds(loader)
 
     def repeats(self, empty: bool) -> None:
-        """Whether the next pass computes samples that another pass counts: its gradient enters times 0."""
+        """Set whether the next pass computes samples that another one counts: its gradient counts 0 times."""
         self._empty = empty
 
     def samples_now(self) -> int | None:
@@ -300,7 +300,7 @@ class GlobalMean:
         return (parameter for one in self.models for parameter in one.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs of the earlier ones on this rank: the wire's residuals."""
+        """Return what the next step needs of the earlier ones on this rank: the wire's residuals."""
         return {} if self._wire is None else {"wire": self._wire.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -382,7 +382,7 @@ class GlobalMean:
             stack += [below for below, _ in node.next_functions]
 
     def _fields(self, loss: torch.Tensor, terms: list[Term]) -> dict[str, Any]:
-        """What all ranks of a step have alike."""
+        """Return what all ranks of a step have alike."""
         position = {} if self.sampler is None else self.sampler.position_now()
         return {
             "call": "backward()",
@@ -499,7 +499,7 @@ class GlobalMean:
         self._late.append((event, copied, what))
 
     def _found_late(self) -> InputError | None:
-        """What a device has found in an earlier step."""
+        """Return what a device has found in an earlier step."""
         while self._late and (self._late[0][0] is None or self._late[0][0].query()):
             _, flag, what = self._late.pop(0)
             if bool(flag):
@@ -550,7 +550,7 @@ class GlobalMean:
     def _over_all(
         self, host_losses: Counts, shares: list[Counts], terms: list[Term]
     ) -> Callable[[], torch.Tensor | None]:
-        """What computes the loss of all samples, when it is read."""
+        """Return what computes the loss of all samples, when it is read."""
         scale, sums = self._scale_of_losses(), [is_sum(term) > 0 for term in terms]
 
         def over_all() -> torch.Tensor | None:
@@ -570,7 +570,7 @@ class GlobalMean:
         return over_all
 
     def _scale_of_losses(self) -> Any:
-        """What a GradScaler has multiplied the losses by."""
+        """Return what a GradScaler has multiplied the losses by."""
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         return 1.0 if scale is None else scale.detach().double().clone()
 

@@ -66,7 +66,7 @@ def all_copies(parameter: torch.Tensor, ranks: int) -> int:
 
 
 def is_divided(parameter: torch.Tensor) -> bool:
-    """Whether DistributedDataParallel has only a part of the parameter, without saying so."""
+    """Return whether DistributedDataParallel has only a part of the parameter, without saying so."""
     return not isinstance(parameter, DTensor) and _layout(parameter)[0] is not None
 
 

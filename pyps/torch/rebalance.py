@@ -148,17 +148,17 @@ class Rebalancer:
         self.timer.start()
 
     def restart_timer(self) -> None:
-        """What this rank did since the last step() is no part of a step."""
+        """Begin anew: what this rank did since the last step() is no part of a step."""
         self.timer.start()
 
     @property
     def device(self) -> RankDevice:
-        """What a step costs this rank's device now, and the bounds of its batch."""
+        """Return what a step costs this rank's device now, and the bounds of its batch."""
         bounds = self._bounds
         return RankDevice(self._device.online.cost, bounds.least_multiple, bounds.most, bounds.multiple)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of this rank's device and of earlier changes, for a Rebalancer of as many ranks."""
+        """Return what is known of this device and of earlier changes, for a Rebalancer of as many ranks."""
         known = _Knowledge(
             **msgspec.structs.asdict(DeviceState.of(self._device)),
             corrected=self._balancer.corrected,

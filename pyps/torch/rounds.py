@@ -59,7 +59,7 @@ class Reader:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop may go on."""
+        """Return whether the loop may go on."""
         return self._taken is None and (self.loop is None or self.loop() is not None)
 
     @property
@@ -189,7 +189,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
-        """What all ranks have alike after a reader's loop has taken so many rounds."""
+        """Return what all ranks have alike after a reader's loop has taken so many rounds."""
 
     def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
         """The split after `rounds` trained rounds of this pass, and those to come: (epoch, round, split).
@@ -219,11 +219,11 @@ class Rounds(ABC):
         return None if found is None else found[1]
 
     def has_read(self) -> bool:
-        """Whether a loop that goes on has taken batches."""
+        """Return whether a loop that goes on has taken batches."""
         return any(one.is_alive and one.taken for one in self._readers)
 
     def position_now(self) -> dict[str, Any]:
-        """What ranks compare in each step: where the loop is whose batches are computed now."""
+        """Return what ranks compare in each step: where the loop is whose batches are computed now."""
         reader = self._training()
         fields = self._fields(reader, self.trained if reader is None else self._rounds_of(reader))
         return {**fields, "rounds whose steps have ended": self.trained}

@@ -104,7 +104,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
 
     @property
     def is_read(self) -> bool:
-        """Whether a loop over its batches has begun."""
+        """Return whether a loop over its batches has begun."""
         return self._loops > 0
 
     def __len__(self) -> int:

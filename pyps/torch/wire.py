@@ -279,7 +279,7 @@ def encode(form: BlockFormat, values: torch.Tensor) -> torch.Tensor:
 
 
 def decode(form: BlockFormat, packed: torch.Tensor, values: int) -> torch.Tensor:
-    """What encode() made of [rows, values], float32: each value off by at most half its block's scale."""
+    """Say what encode() made of [rows, values], float32: each value off by at most half its block's scale."""
     rows, count = packed.shape[0], values // form.block
     scales = packed[:, : count * SCALE_BYTES].contiguous().view(torch.float32)
     codes = packed[:, count * SCALE_BYTES :].reshape(rows, count, -1)

@@ -78,7 +78,7 @@ class Wrapped(ABC):
             watch_passes(self.model, waiting)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Those of the model when it was wrapped."""
+        """Return those of the model when it was wrapped."""
         return iter(self._parameters)
 
     @abstractmethod
@@ -87,11 +87,11 @@ class Wrapped(ABC):
 
     @abstractmethod
     def reduces(self) -> bool:
-        """Whether the next backward pass reduces gradients."""
+        """Return whether the next backward pass reduces gradients."""
 
     @abstractmethod
     def refused(self) -> InputError | None:
-        """What a GlobalMean refuses of the model."""
+        """Return what a GlobalMean refuses of the model."""
 
     @abstractmethod
     def check_pass(self) -> None:
@@ -141,7 +141,7 @@ class Wrapped(ABC):
 
     @abstractmethod
     def _again(self) -> str:
-        """What to do about other parameters."""
+        """Return what to do about other parameters."""
 
     def watch(self) -> None:
         """Note the arrival of gradients, and refuse it outside a backward pass of a GlobalMean."""

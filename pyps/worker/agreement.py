@@ -1,4 +1,4 @@
-"""What all workers of a run have alike, wherever they start: the plan, the seed, the policy, the samples.
+"""Say what all workers of a run have alike, wherever they start: the plan, the seed, the policy, the samples.
 
 The worker that creates the store brings them, and every other one is compared with the store. A plan is known
 by the batches of its ranks: what it predicts may differ between hosts.
@@ -18,7 +18,7 @@ from pyps.worker.settings import Settings
 
 
 def agreement_of(settings: Settings) -> Agreement:
-    """What a store is created with."""
+    """Return what a store is created with."""
     if not settings.batches:
         return Agreement()
     text = ",".join(map(str, settings.batches)).encode()
@@ -40,7 +40,7 @@ def check_agreed(store: Store, settings: Settings) -> None:
 
 
 def _other_policy(store: Store, mine: Policy) -> str:
-    """What the store's policy has where `mine` has something else; empty: they are the same."""
+    """Return what the store's policy has where `mine` has something else; empty: they are the same."""
     number = store.layout.policy
     if mine.number != number:
         names = [name for name, kind in Policy.known.items() if kind.number == number]

@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Attachment:
-    """What of a model lives in the store: entries, the kind of step, and the optimizer's groups in use."""
+    """Hold what of a model lives in the store: entries, the kind of step, the optimizer's groups in use."""
 
     entries: tuple[Entry, ...]
     kind: Optimizer
@@ -71,7 +71,7 @@ class Attachment:
     master: str | None = None  # how a new store keeps parameters; None: as its state says
 
     def tensors(self) -> dict[str, tuple[Tensor, torch.Tensor]]:
-        """What the store holds, in its order: name -> (its description, its values)."""
+        """Return what the store holds, in its order: name -> (its description, its values)."""
         trained = {
             e.name: (Tensor(e.name, tuple(e.parameter.shape), e.group), e.parameter.detach())
             for e in self.entries

@@ -1,4 +1,4 @@
-"""What a worker has once a model is attached, and how it is put together."""
+"""Define what a worker has once a model is attached, and how it is put together."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def attached(
 
 
 def _looks(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:
-    """Whether a look at the gradient saves the push one (`looked` in pyps.h). A server reads what it was
+    """Tell whether a look at the gradient saves the push one (`looked` in pyps.h). A server reads what it was
     sent; where the norm of one push is taken, that shows what is not finite; softsync looks in any case.
     """
     clips = attachment.clip_norm > 0.0
@@ -188,13 +188,13 @@ def _looks(attachment: Attachment, store: Store, settings: Settings, needs: Poli
 
 
 def _is_exact(store: Store, settings: Settings) -> bool:
-    """Whether gradients go to a store on this machine as they are, all of them finite."""
+    """Return whether gradients go to a store on this machine as they are, all of them finite."""
     encoding = settings.encoding
     return encoding.codec is Codec.F32 and encoding.nonfinite == "error" and not store.servers
 
 
 def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | None:
-    """What decides this worker's mode while it runs; None: its mode stays, since it has no link."""
+    """Return what decides this worker's mode while it runs; None: its mode stays, since it has no link."""
     choices = settings.choices
     if choices is None or not client.store.has_link:
         return None

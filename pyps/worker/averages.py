@@ -41,13 +41,13 @@ class BufferPace:
     counted: int | None = None
 
     def part(self, past: int, forwards: int = 1) -> float:
-        """Of the way, in the global batch after `past` others, or in `forwards` forward passes of it."""
+        """Return the part of the way in the global batch after `past` others, or in `forwards` of it."""
         if self.counted is None:
             return 1.0 - (1.0 - self.momentum) ** forwards if forwards > 1 else self.momentum
         return 1.0 / (self.counted + past + 1)
 
     def gone(self, past: int, planned: int, done: int) -> float:
-        """Of the way, by `done` forwards of a step whose counter began as for `planned` a batch."""
+        """Return what is gone of the way by `done` forwards of a step that began as for `planned` a batch."""
         if self.counted is None:
             return 1.0 - (1.0 - self.momentum) ** done
         return done / ((self.counted + past) * planned + done)
@@ -71,7 +71,7 @@ class AveragedBuffer:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts batches."""
+        """Return whether it counts batches."""
         return self.key == COUNTER
 
 
@@ -128,7 +128,7 @@ def _is_averaged(buffer: AveragedBuffer, value: torch.Tensor) -> bool:
 
 
 class Averaged(Protocol):
-    """What BufferGroup needs of one: an AveragedBuffer, or a Moment of a worker's optimizer."""
+    """Hold what BufferGroup needs of one: an AveragedBuffer, or a Moment of a worker's optimizer."""
 
     @property
     def name(self) -> str: ...
@@ -178,7 +178,7 @@ class BufferGroup:
 
     @torch.no_grad()
     def set_counters(self, past: int, planned: int) -> None:
-        """As after `past` global batches of `planned` forwards each, where a forward reads its counter."""
+        """Set them as after `past` batches of `planned` forwards each, where a forward reads its counter."""
         for buffer, counted in zip(self._buffers, self._counted, strict=True):
             if buffer.counts and buffer.module.momentum is None and buffer.module.training:
                 buffer.value.fill_((counted + past) * planned)

@@ -106,7 +106,7 @@ class Binding:
         self._backward = BackwardCheck()
 
     def _lives_here(self, p: nn.Parameter) -> bool:
-        """Whether a parameter can be a part of the vector of parameters."""
+        """Return whether a parameter can be a part of the vector of parameters."""
         return p.device.type == "cpu" and p.dtype is torch.float32 and not self._bus.emulated
 
     @property
@@ -116,7 +116,7 @@ class Binding:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether some parameter lives outside the CPU."""
+        """Return whether some parameter lives outside the CPU."""
         return self.device.type != "cpu"
 
     def vector(self) -> HostVector:
@@ -145,7 +145,7 @@ class Binding:
 
     @property
     def swaps(self) -> bool:
-        """Whether take() swaps vectors: nothing but a transfer changes them. Otherwise it copies."""
+        """Return whether take() swaps vectors: nothing but a transfer changes them. Otherwise it copies."""
         return self._copies.early
 
     def take(self, vector: HostVector) -> HostVector:
@@ -294,7 +294,7 @@ class Binding:
         return self._looked()
 
     def _collect_halves(self, finite: bool) -> None:
-        """As codes; what is not finite as fp32, which a push refuses."""
+        """Collect them as codes; what is not finite as fp32, which a push refuses."""
         if self.half is None:
             return
         if finite:
@@ -340,7 +340,7 @@ def _not_among(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[slic
 
 
 def _others(places: Sequence[Tensor], elements: int) -> list[slice]:
-    """What these places leave of a flat vector."""
+    """Return what these places leave of a flat vector."""
     found, end = [], 0
     for place in sorted(places, key=lambda place: place.offset):
         found.append(slice(end, place.offset))

@@ -252,7 +252,7 @@ def _put(to: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def _values(part: Part) -> torch.Tensor | None:
-    """Of its gradient, if there is one."""
+    """Return those of its gradient, if there is one."""
     grad = part.parameter.grad
     if grad is None:
         return None

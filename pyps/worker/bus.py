@@ -51,7 +51,7 @@ class Bus(Protocol):
         """Begin a copy from host memory, of the same type and shape. Perhaps in another thread."""
 
     def wait_for_device(self) -> None:
-        """What the device computes from now on begins after all copies to it."""
+        """Let what the device computes from now on begin after all copies to it."""
 
     def settle(self) -> None:
         """Return when all copies to the device have ended: host memory may change."""
@@ -80,16 +80,16 @@ class AtOnce:
         flag.fill_(greatest_of(values))
 
     def wait_for_host(self) -> None:
-        """They have ended."""
+        """Do nothing: copies here have ended."""
 
     def start_to_device(self, to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
     def wait_for_device(self) -> None:
-        """They have ended."""
+        """Do nothing: copies here have ended."""
 
     def settle(self) -> None:
-        """They have ended."""
+        """Do nothing: copies here have ended."""
 
     def adopt(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         for p, came in zip(parameters, values, strict=True):

@@ -27,7 +27,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class BackwardCheck:
-    """Whether backward() ran since the last batch: it makes gradients, or writes to those that are there."""
+    """Tell whether backward() ran since the last batch: it makes gradients, or writes to those there."""
 
     def __init__(self) -> None:
         self._before: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ class ScriptChanges:
 
 
 class DivergenceCheck:
-    """Whether training diverged: a loss or, where none is given, a parameter that is not finite."""
+    """Tell whether training diverged: a loss or, where none is given, a parameter that is not finite."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -111,7 +111,7 @@ class DivergenceCheck:
                 raise self.error(f"{bad} parameters are not finite", step)
 
     def error(self, what: str, step: Step) -> Diverged:
-        """What is to be raised for a step."""
+        """Return what is to be raised for a step."""
         first, last = step.claim.first, step.claim.first + step.claim.count - 1
         where = f"samples {first} to {last}, version {step.version}"
         return Diverged(what, where, self._last_finite)

@@ -23,7 +23,7 @@ JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and r
 
 @dataclass(slots=True)
 class Transfer:
-    """What a step's way to the store and back came to: its outcome, claims of later steps, and staging
+    """Hold what a step's way to the store and back came to: its outcome, claims of later steps, and staging
     buffers for those. fenced: the worker was, perhaps after its push.
     """
 
@@ -75,7 +75,7 @@ class StoreClient:
                     raise
 
     def _rests(self) -> bool:
-        """Whether nothing is planned for this rank at present."""
+        """Return whether nothing is planned for this rank at present."""
         rank = self.store.rank
         return rank is not None and self.store.ranks()[rank].batch == 0
 

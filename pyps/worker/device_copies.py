@@ -75,7 +75,7 @@ class DeviceCopies:
 
     @property
     def early(self) -> bool:
-        """Whether anything comes of arrived()."""
+        """Return whether anything comes of arrived()."""
         return self._early
 
     def begin(self) -> None:

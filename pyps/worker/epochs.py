@@ -76,7 +76,7 @@ class Epochs:
             self._done, self._next_look = epoch, 0.0
 
     def _validate(self, epoch: int) -> bool:
-        """Whether it is done; the file's lock is that of the rank that does it, also while it dies."""
+        """Return whether it is done; the file's lock is that of the rank that does it, also while it dies."""
         if self._path is None:
             self._call(epoch)
             return True

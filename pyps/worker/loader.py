@@ -167,7 +167,7 @@ class Loader:
         return self._fingerprint
 
     def align(self, wanted: Sequence[Positions]) -> None:
-        """What is wanted now, in order. All else that is being loaded is dropped, except after the last."""
+        """Take what is wanted now, in order. All else that is being loaded is dropped, but after the last."""
         with self._lock:
             if not self._queue.sent and not self._queue.waiting:
                 self._request(wanted, divided=len(wanted) < self.workers, early=False)
@@ -249,7 +249,7 @@ class Loader:
         return Task(first, count, indices(first, count, self._source.length, self._source.seed))
 
     def _next(self) -> tuple[BatchPart, Any, float]:
-        """What comes next: its piece, the data, and the seconds that loading it took."""
+        """Return what comes next: its piece, the data, and the seconds that loading it took."""
         data, seconds = next(self._iterator)
         return self._queue.sent.popleft(), data, seconds
 
@@ -288,7 +288,7 @@ def _end_later(_: int, __: object) -> None:
 
 
 def fingerprint_of(source: Source) -> DataSet:
-    """What ranks compare of their data sets: length, type, and either the data set's own `fingerprint` (a
+    """Say what ranks compare of their data sets: length, type, and either the data set's own `fingerprint` (a
     string) or its first and last sample.
 
     Unlike machines decode and round a little differently. So texts and single whole numbers are compared
@@ -322,7 +322,7 @@ def _made(source: Source, digest: Any, values: list[tuple[float, float]]) -> Dat
 
 
 def _features(sample: Any) -> Iterator[str | tuple[float, float]]:
-    """What is compared of a sample: texts exactly; (mean, mean size) of an array or a float nearly."""
+    """Return what is compared of a sample: texts exactly; (mean, mean size) of an array or a float nearly."""
     if isinstance(sample, Mapping):
         for key in sorted(sample, key=str):
             yield f"key {key}"

@@ -84,7 +84,7 @@ class LocalState:
         self._put(path)
 
     def residual(self, pushes: int) -> Flat | None:
-        """What the codes of this rank's first `pushes` pushes have not carried, from where load() looks;
+        """Give what the codes of this rank's first `pushes` pushes have not carried, from where load() looks;
         warns if there is nothing.
         """
         run_dir, rank = self._settings.run_dir, self._settings.rank

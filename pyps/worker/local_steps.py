@@ -233,7 +233,7 @@ def local_steps_of(
     pushes: int,
     merges: int,
 ) -> LocalSteps | None:
-    """Those of a worker that has joined, as LocalSteps takes them; None: it takes none.
+    """Return those of a worker that has joined, as LocalSteps takes them; None: it takes none.
 
     entries: what of the model is in the store. Raises InputError for `merges` that are no number of times.
     """

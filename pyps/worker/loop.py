@@ -348,7 +348,7 @@ class Worker:
 
     @property
     def accumulating(self) -> bool:
-        """Whether more micro-batches of this step follow: a GradScaler's update(), and the step() of a
+        """Return whether more micro-batches of this step follow: a GradScaler's update(), and the step() of a
         schedule that attach() was not given, wait until none do. Never with local steps.
         """
         return self._step is not None and self._step.left > 0 and not self.settings.local_steps

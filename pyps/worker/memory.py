@@ -107,7 +107,7 @@ class AnnouncedBudget:
         return most
 
     def forget(self) -> None:
-        """What was announced may not have arrived."""
+        """Forget it: what was announced may not have arrived."""
         self._announced = -1
 
     def _read(self) -> int:

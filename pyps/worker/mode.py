@@ -107,7 +107,7 @@ def choices_of(plan: Plan, policy: Policy) -> Mode:
 
 
 def adapts(wanted: ModeOptions, policy: Policy, mode: RankMode) -> bool:
-    """Whether a rank's codecs and depth follow its link, in a run that is rebalanced."""
+    """Return whether a rank's codecs and depth follow its link, in a run that is rebalanced."""
     planned = wanted.codec == FROM_PLAN and mode.depth > 1
     return planned and may_change(policy.pace, local=bool(mode.local_steps))
 

@@ -9,5 +9,5 @@ OWN_BATCHES = "the model's BatchNorm takes its statistics from each rank's own b
 
 
 def normalized_by_batch(model: nn.Module) -> list[_BatchNorm]:
-    """Those that train on the statistics of a batch."""
+    """Return those that train on the statistics of a batch."""
     return [layer for layer in model.modules() if layer.training and isinstance(layer, _BatchNorm)]

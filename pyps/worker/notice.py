@@ -38,7 +38,7 @@ class Signals:
 
 
 class Notice:
-    """Whether this process was asked to leave. `busy`: it trains, and ends at the next call of
+    """Tell whether this process was asked to leave. `busy`: it trains, and ends at the next call of
     `leave_if_asked`, or within `idle`; otherwise at once. Always by SystemExit.
 
     A SIGTERM that comes more than a second after the first one ends a busy process, too.
@@ -51,7 +51,7 @@ class Notice:
 
     @property
     def came(self) -> bool:
-        """Whether the process was asked to leave."""
+        """Return whether the process was asked to leave."""
         return self._signals.count > 0
 
     def listen(self) -> None:
@@ -72,7 +72,7 @@ class Notice:
             raise SystemExit(LEFT)
 
     def idle(self, wait: Callable[[], T]) -> T:
-        """What a wait for a step gives, which a signal ends."""
+        """Return what a wait for a step gives, which a signal ends."""
         before, self.busy = self.busy, False
         try:
             self.leave_if_asked()

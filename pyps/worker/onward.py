@@ -77,7 +77,7 @@ class Onward:
                 _move(params[part], pushed.flat[part], way, pushed.scale, clip)
 
     def _differences(self, request: PushRequest, flat: Flat, scale: float) -> Flat:
-        """Of a gradient, from the mean of those before: see OwnMoments."""
+        """Return those of a gradient from the mean of those before: see OwnMoments."""
         found = np.zeros_like(flat)
         for group, part in self._parts.items():
             hyper = request.hyper[group]

@@ -95,14 +95,14 @@ class OptimizerSteps:
         self._stepped = True
 
     def _is_watched(self) -> bool:
-        """Whether a scheduler or a hook other than ours sees calls of step()."""
+        """Return whether a scheduler or a hook other than ours sees calls of step()."""
         one: Any = self._optimizer
         hooks = len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks)
         everywhere = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
         return "step" in vars(one) or hooks + everywhere > OWN_HOOKS
 
     def _check_stored(self) -> bool:
-        """Whether there are no gradients."""
+        """Return whether there are no gradients."""
         is_empty = True
         for k, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:

@@ -172,5 +172,5 @@ def warn_of_other_constants(store: Store, mine: Sequence[Hyper], does: str, hint
 
 
 def _text(constant: Any) -> str:
-    """Of one number, or of several, such as betas."""
+    """Return the text of one number, or of several, such as betas."""
     return ", ".join(f"{number:g}" for number in np.ravel(constant))

@@ -35,7 +35,7 @@ END = object()  # in place of a stream's next sample
 
 @dataclass(frozen=True)
 class Task:
-    """What to fetch: `count` samples from position `first` on; of a stream, the next ones.
+    """Tell what to fetch: `count` samples from position `first` on; of a stream, the next ones.
 
     index: the samples, where the data set has a length.
     """
@@ -240,7 +240,7 @@ def join_batches(parts: Sequence[Any]) -> Any:
 
 
 def _reads_many(dataset: Any) -> bool:
-    """Whether __getitems__ is the data set's own: a Subset's reads sample by sample if what it wraps does."""
+    """Return whether __getitems__ is the data set's own: a Subset's reads singly if what it wraps does."""
     if isinstance(dataset, Subset):
         return _reads_many(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
@@ -250,7 +250,7 @@ WORD = 2**64 - 1
 
 
 class Draw(IntEnum):
-    """What random numbers are drawn for at one position; each has a seed of its own."""
+    """Name what random numbers are drawn for at one position; each has a seed of its own."""
 
     SAMPLE = 0
     COLLATE = 1

@@ -58,7 +58,7 @@ class ThrottleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 @dataclass(frozen=True)
 class Settings:
-    """What one worker knows about its run.
+    """Hold what one worker knows about its run.
 
     store: the segment's name, or the address of a remote store.
     rank: in the store; ranks count the plan's workers that have a batch.
@@ -126,8 +126,8 @@ class Settings:
 
     @classmethod
     def from_env(cls) -> Settings:
-        """Those that the launcher gave this process. Raises InputError if there are none, or of another
-        version.
+        """Return those that the launcher gave this process. Raises InputError if there are none, or of
+        another version.
         """
         if not (text := os.environ.get(VARIABLE)):
             expected = (
@@ -173,7 +173,7 @@ class Settings:
         return replace(settings, **changes)
 
     def _in_mode(self, wanted: ModeOptions) -> Settings:
-        """What the plan says for this rank, with the wanted mode; what is not asked for stays as it is."""
+        """Return what the plan says for this rank, with the wanted mode; what is not asked for stays."""
         plan = read_plan(self.plan_path) if self.plan_path is not None else None
         worker = _planned_worker(plan, self.rank) if plan is not None else None
         wanted = replace(wanted, round_timeout=self.policy.round_timeout_seconds)

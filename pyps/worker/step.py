@@ -25,7 +25,7 @@ SUM = 2  # torch's number of this reduction
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a gradient: `result`, or why it was dropped; and when it travelled.
+    """Hold what became of a gradient: `result`, or why it was dropped; and when it travelled.
 
     `version`: of the parameters that were pulled after it. `fenced`: the worker was. `unencodable`: the
     gradient has values that are not finite.
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Step:
-    """What is known of a step: a claim, computed in one micro-batch or several.
+    """Hold what is known of a step: a claim, computed in one micro-batch or several.
 
     `version`: of the parameters it is computed on. `spans`: what the worker did until now, and when.
     """
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def share(self) -> float:
-        """What the accumulated gradient is to be multiplied by, to be the mean over all of its items."""
+        """Give what the accumulated gradient is to be multiplied by, to be the mean over all of its items."""
         return self.unit / self.weight if self.weight else 1.0
 
     def computed(self, until: float) -> None:
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def cost_seconds(self) -> float:
-        """What a step costs this rank: compute and what its batch is late, or the loader's time if longer.
+        """Say what a step costs this rank: compute and its batch's lateness, or the loader's time if longer.
 
         A slow loader need not show as a wait: it also loads while its rank waits for the others.
         """
@@ -89,11 +89,11 @@ class Step:
 
     @property
     def data_seconds(self) -> float:
-        """Of these, what is not compute."""
+        """Return, of these, what is not compute."""
         return self.cost_seconds - self.compute_seconds
 
     def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
-        """What is kept of the step once its gradient was admitted or dropped."""
+        """Return what is kept of the step once its gradient was admitted or dropped."""
         claim, result = self.claim, outcome.result
         unencodable = outcome.unencodable and not outcome.fenced  # the store has skipped its samples
         return StepRecord(

@@ -88,7 +88,7 @@ class Serial:
         return transfer
 
     def load(self) -> bool:
-        """They are there."""
+        """Return True: they are there."""
         return True
 
     def close(self, timeout: float) -> None:
@@ -221,7 +221,7 @@ class Transport:
 
     @property
     def idle(self) -> bool:
-        """Whether no transfer is under way."""
+        """Return whether no transfer is under way."""
         return self._way.ready >= len(self._sent)
 
     def begin(self) -> Step | None:
