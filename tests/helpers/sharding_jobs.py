@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from ddp_tools import flat, mine, numbers, off
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -625,6 +628,10 @@ def _made(kind: str, group: dist.ProcessGroup, shares: list[float]) -> tuple[Any
         model: Any = sharded(Net(), shares, group)
         return model, OPTIMIZERS["AdamW"](groups(model))
     model = Net()
+    if kind == "fully_shard":
+        for module in (*model.blocks, model):
+            mesh = DeviceMesh.from_group(group, "cpu")
+            fully_shard(module, mesh=mesh, ignored_params={model.scale})  # it takes no scalar
     one = OPTIMIZERS["AdamW"](groups(model))
     if kind == "shard_optimizer":
         pyps.torch.shard_optimizer(one, shares, group)
@@ -638,7 +645,7 @@ def through_checkpoint(
     from torch.distributed import checkpoint as dcp
 
     model, one = _made(kind, group, shares)
-    is_plain = kind == "plain"
+    is_plain = kind in ("plain", "fully_shard")
 
     def parts() -> dict[str, Any]:
         optimizer = one.state_dict() if is_plain else part_state_dict(one)
@@ -654,6 +661,8 @@ def through_checkpoint(
     for step in range(*steps):
         _step(model, one, step)
     dcp.save(parts(), checkpoint_id=f"{folder}/{steps[1]}", process_group=group)
+    if kind == "fully_shard":
+        return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]).tolist()
     return (_whole(model) if kind == "shard" else flat(model.parameters())).tolist()
 
 

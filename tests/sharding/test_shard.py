@@ -118,6 +118,8 @@ STAGES = [
     ("plain", [1, 0, 0], "shard", [0.3, 0.7]),
     ("shard_optimizer", [0.5, 0.5, 0], "shard", [0.3, 0.7]),
     ("shard", [0.5, 0.5, 0], "shard_optimizer", [0.3, 0.7]),
+    ("shard", [0.5, 0.3, 0.2], "fully_shard", []),
+    ("fully_shard", [], "shard", [0.3, 0.7]),
 ]
 
 
