@@ -16,7 +16,8 @@ from matrix import Judged, judged, sampled, whole
 from mutants import MUTANTS, ROOT, Mutant
 from zygote import Zygote
 
-pytestmark = pytest.mark.slow
+# A store whose server was killed is lost, as it should be.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:store .* was lost:UserWarning")]
 PARTS = 24
 LATE_SECONDS = 0.08
 
@@ -32,7 +33,6 @@ def test_a_cell(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:store .* was lost:UserWarning")  # as it should be: its server was killed
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_triples(
     part: int, shm: Path, tmp_path: Path, worker_processes: Zygote, run_cells: list[Judged]

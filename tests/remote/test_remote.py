@@ -26,6 +26,7 @@ SAMPLES = 60
 torch.set_num_threads(1)
 
 
+@pytest.mark.filterwarnings("ignore:the model's BatchNorm takes:UserWarning")
 class TestTraining:
     """Synchronous training is bitwise reproducible: over the link the parameters are the local ones."""
 

@@ -20,7 +20,10 @@ from pyps.worker.averages import find_buffers
 from pyps.worker.loop import Worker
 from pyps.worker.sampling import indices
 
-pytestmark = pytest.mark.usefixtures("shm")
+pytestmark = [
+    pytest.mark.usefixtures("shm"),
+    pytest.mark.filterwarnings("ignore:the model's BatchNorm takes:UserWarning"),
+]
 
 
 def normed(momentum: float | None = 0.1) -> nn.Sequential:
