@@ -276,7 +276,7 @@ def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pa
     ]
     wide = [replace(rank, group=group) for rank, group in zip(ranks, groups, strict=True)]
     try:
-        solve_within_limits(cluster, wide, planning_problem(cluster, wide, pace))
+        _fastest_solution(cluster, wide, planning_problem(cluster, wide, pace))
     except Infeasible:
         return nearest
     return ", or ".join(filter(None, (nearest, f"allow every worker max_accumulation = {repeats}")))
