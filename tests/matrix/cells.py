@@ -111,7 +111,7 @@ def expected(cell: Cell) -> Expectation:
     """Return what a cell must do."""
     if words := tuple(_refusals(cell)):
         return Expectation(Verdict.REFUSED, words)
-    encodes = cell.codec in ("int8", "int4", "nf4") and not cell.local_steps
+    encodes = cell.codec != "f32" and not cell.local_steps
     begins_anew = encodes and cell.backend != "local"  # a client's residuals end with it: stop-and-resume.md
     if cell.policy == "bsp" and cell.fault == "resume" and not cell.rebalance and not begins_anew:
         return Expectation(Verdict.BITS, twin=replace(cell, fault="none"))
