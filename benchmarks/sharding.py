@@ -1,4 +1,4 @@
-"""Unlike shares of memory: CPU seconds of a step beside DDP, ZeroRedundancyOptimizer and FSDP2.
+"""Compare CPU seconds of a step with unlike shares of memory with DDP, ZeroRedundancyOptimizer and FSDP2.
 
     python benchmarks/sharding.py [--rounds 9] [--save]
 

@@ -150,7 +150,7 @@ def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    """The GiB that each rank of a sharded model holds, by kind, beside its card's."""
+    """Return the GiB that each rank of a sharded model holds, by kind, and the GiB of its card."""
     kinds = ("fixed", "parameters", "gradients", "optimizer", "activations", "total", "memory")
 
     def figures(worker: PlanWorker) -> tuple[str, ...]:

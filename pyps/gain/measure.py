@@ -62,7 +62,7 @@ class Gain:
 
 
 def measure_gain(script: Script, devices: Sequence[LocalDevice], say: Callable[[str], None]) -> Gain:
-    """Run the script three times for a while, and compare. say: is told what goes on.
+    """Run the script three times for a while, and compare. say: is called with each run that begins.
 
     Raises InputError for fewer than two devices, a script that draws its batches otherwise than by a
     DataLoader at random or gives its ranks unlike ones, PypsError with the script's last lines if it fails.

@@ -29,7 +29,7 @@ STEPS, ROWS = 20, 12
 
 
 class Lora(nn.Module):
-    """A frozen linear layer and what is trained beside it."""
+    """A frozen linear layer and the adapter that is trained."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -133,6 +133,19 @@ def batch(step: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tens
     return x[rows], y[rows]
 
 
+def _train(model: nn.Module, one: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Train as one_process() does, with this rank's samples."""
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(one, STEPS)
+    mean = GlobalMean(model)
+    for step in range(STEPS):
+        x, y = batch(step, group)
+        mean.backward(nn.functional.mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        one.step()
+        one.zero_grad()
+        schedule.step()
+
+
 def in_ddp(model: nn.Module, group: dist.ProcessGroup, kind: str = "plain") -> DistributedDataParallel:
     return DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=1, find_unused_parameters=kind == "unused"
@@ -145,15 +158,7 @@ def optimizer_steps(
     """Return how far shard_optimizer()'s run is from one process, in parameters and in the whole state."""
     model = in_ddp(Net(kind), group, kind)
     one = pyps.torch.shard_optimizer(OPTIMIZERS[optimizer](groups(model.module)), shares, group)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(one, STEPS)
-    mean = GlobalMean(model)
-    for step in range(STEPS):
-        x, y = batch(step, group)
-        mean.backward(nn.functional.mse_loss(model(x), y))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        one.step()
-        one.zero_grad()
-        schedule.step()
+    _train(model, one, group)
     right, whole = one_process(kind, optimizer)
     one.consolidate_state_dict()
     states = one.state_dict() if group.rank() == 0 else whole.state_dict()
@@ -378,15 +383,7 @@ def module_steps(
     torch.manual_seed(dist.get_rank())  # ranks begin as the first one
     model = sharded(Net(kind), shares, group, prefetch=prefetch)
     one = OPTIMIZERS[optimizer](groups(model))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(one, STEPS)
-    mean = GlobalMean(model)
-    for step in range(STEPS):
-        x, y = batch(step, group)
-        mean.backward(nn.functional.mse_loss(model(x), y))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        one.step()
-        one.zero_grad()
-        schedule.step()
+    _train(model, one, group)
     right, whole = one_process(kind, optimizer)
     found = whole_state_dict(model)
     plain = Net(kind)

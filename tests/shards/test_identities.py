@@ -153,7 +153,7 @@ def test_a_head_whose_shards_are_there_stays(attacked: Attacked) -> None:
 
 
 def test_copies_that_are_not_fetched_are_bounded(attacked: Attacked) -> None:
-    """The copies of the client that has most go first, and it is told so."""
+    """Copies of the client with the most are dropped first; its next fetch says so."""
     shard, calls = attacked.servers[1]._shards.shard, backend(attacked.victim)
     shard.most_pinned = 3 * 4 * shard.layout.flat_elements
     with open_store(attacked.address) as greedy:
