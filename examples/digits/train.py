@@ -20,12 +20,11 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     with pyps.join() as worker:
         worker.attach(model, optimizer)
-        rate = (
-            LEARNING_RATE * sum(worker.settings.batches) / REFERENCE
-        )  # of a global batch, under every policy
+        global_batch = sum(worker.settings.batches)
+        rate = LEARNING_RATE * global_batch / REFERENCE  # under every policy that of a global batch
         for inputs, targets in worker.batches((images, labels)):
-            left = 1.0 - worker.claim.first / worker.settings.samples
-            optimizer.param_groups[0]["lr"] = rate * left  # falls to zero in a line
+            trained = worker.claim.first // global_batch * global_batch  # the same on all ranks of a round
+            optimizer.param_groups[0]["lr"] = rate * (1.0 - trained / worker.settings.samples)
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
             worker.backward(loss)
             worker.step(loss)

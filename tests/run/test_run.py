@@ -106,6 +106,14 @@ def test_a_script_that_leaves_early_is_said(shm: Path, plan: Path, tmp_path: Pat
     assert f"trained {4 * B} of {SAMPLES} samples: the script left its loop before the end" in done.stdout
 
 
+def test_the_demos_script_has_one_rate_in_each_round(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """Its rate falls from round to round. A store warns of ranks whose rates differ within one."""
+    train = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
+    done = pyps_run(*options_for(plan, 10 * B, tmp_path), train)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
 # -- What is refused before anything starts --
 
 
