@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("pyps", "solver", "profiler", "csrc")
 # Lines that a room may have. One that has more takes nothing in until it is within its budget.
 BUDGETS = {
+    "pyps/agreement": 320,  # was in pyps/torch, which pyps/sharding cannot import
     "pyps/checkpoint": 600,
     "pyps/cli": 2_600,
     "pyps/formats": 2_100,

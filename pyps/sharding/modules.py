@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pyps.agreement.rows import StepAgreement
 from pyps.errors import InputError
 from pyps.sharding.elementwise import check_elementwise
 from pyps.sharding.flat import Reduction, agree, world
@@ -183,7 +184,7 @@ class ShardedRun:
         self.watchers: list[Any] = []
         self._prefetches, self._timeout = prefetch, timeout
         self._reduce_dtype = getattr(mp_policy, "reduce_dtype", None)
-        self._agreement: Any = None
+        self._agreement: StepAgreement | None = None
         self._held = self._in_backward = False
         self._order: list[ShardUnit] = []  # of the latest forward pass
         self._entered: list[ShardUnit] = []  # of this one
@@ -209,16 +210,16 @@ class ShardedRun:
         self.vectors = [vector for unit in self.units for vector in unit.vectors]
         self.owned: list[Owned] = [one for vector in self.vectors for one in vector.owned]
 
-    def _agree(self, call: str) -> None:
-        """Wait until all ranks are at this call. Raises InputError that names those elsewhere."""
-        if self._agreement is None:
-            from pyps.torch.agreement import StepAgreement
-
-            described = [(one.name, tuple(one.shape), str(one.piece.dtype)) for one in self.owned]
-            agree(CALL, self.group, {"shares": self.shares, "parameters": described})
-            self._agreement = StepAgreement(CALL, self.group, None, self._timeout)
+    def _agree(self, call: str, values: Sequence[float] = ()) -> list[list[float]]:
+        """Wait until all ranks are at this call, with a row of values each; the rows. Raises InputError that
+        names ranks elsewhere.
+        """
         with self.waits():
-            self._agreement.exchange({"pass": call}, [])
+            if self._agreement is None:
+                described = [(one.name, tuple(one.shape), str(one.piece.dtype)) for one in self.owned]
+                agree(CALL, self.group, {"shares": self.shares, "parameters": described})
+                self._agreement = StepAgreement(CALL, self.group, None, self._timeout)
+            return self._agreement.exchange({"pass": call}, values)
 
     # Forward passes
 
@@ -322,9 +323,7 @@ class ShardedRun:
         trained = [one for one in self.owned if one.piece.requires_grad]
         waiting = [one.flat.parameters[one.k].grad is not None for one in trained]
         used = [one in self._used or left for one, left in zip(trained, waiting, strict=True)]
-        values = _numbers([*waiting, *used])
-        with self.waits():
-            rows = self._agreement_of(values)
+        rows = self._agree("the end of backward", _numbers([*waiting, *used]))
         either = _bits(rows, 2 * len(trained))
         left = {one.flat for one, some in zip(trained, either, strict=False) if some}
         for vector in self.vectors:
@@ -337,13 +336,6 @@ class ShardedRun:
             self._give({one for one, some in zip(trained, either[len(trained) :], strict=True) if some})
         finally:
             self._reset()
-
-    def _agreement_of(self, values: list[float]) -> list[list[float]]:
-        """Exchange which parameters have gradients: a row of each rank."""
-        if self._agreement is None:
-            self._agree("backward")
-        found: list[list[float]] = self._agreement.exchange({"pass": "the end of backward"}, values)
-        return found
 
     def _give(self, used: set[Owned]) -> None:
         """Add the reduced gradients to those of the pieces."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.checkpoint.folder import (
     KEEP,
     MANIFEST,
@@ -42,7 +43,6 @@ from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
 from pyps.sharding.modules import unit_of
-from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.peers import DTensor, is_divided, parameters_of

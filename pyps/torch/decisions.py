@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from pyps.agreement.consensus import Consensus
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Cadence, SplitChange
 from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.online.state import ReadingMessage
-from pyps.torch.consensus import Consensus
 from pyps.torch.rounds import RoundIndex, Rounds
 
 

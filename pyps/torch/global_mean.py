@@ -6,7 +6,7 @@
     mean.backward(loss, n=count)        # where the graph cannot say what the loss is a mean over
 
 The loss's own graph has kept what each of its means was divided by (pyps.worker.terms). One row of each rank
-says so to the others (pyps.torch.agreement). Then each term's gradient enters times N n / W: n is what this
+says so to the others (pyps.agreement.rows). Then each term's gradient enters times N n / W: n is what this
 rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the gradient
 of the same loss on all samples, each term a mean over its own items. No communication hook and no forward
 hook takes part.
@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from pyps.agreement.consensus import DEADLINE_SECONDS
+from pyps.agreement.rows import StepAgreement
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
-from pyps.torch.agreement import StepAgreement
-from pyps.torch.consensus import DEADLINE_SECONDS
 from pyps.torch.factors import (
     ALIKE,
     MICRO,

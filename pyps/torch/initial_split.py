@@ -14,12 +14,12 @@ import os
 import msgspec
 import torch.distributed as dist
 
+from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.solver.online.decide import Split, best_split
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import CostMessage
-from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.schedule import proportional_split
 
 

@@ -28,6 +28,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile, read_profile
 from pyps.formats.files import learnt
@@ -39,7 +40,6 @@ from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.global_batch import RankDevice
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
-from pyps.torch.consensus import DEADLINE_SECONDS, Consensus
 from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise

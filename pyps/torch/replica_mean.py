@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from pyps.agreement.rows import Fields, Rows, StepAgreement, digest_of
 from pyps.errors import InputError
-from pyps.torch.agreement import Fields, Rows, StepAgreement, digest_of
 from pyps.torch.global_mean import BackwardCall, GlobalMean
 from pyps.torch.norm import UnevenSyncBatchNorm
 

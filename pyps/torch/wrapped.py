@@ -246,7 +246,7 @@ def _wrapped(model: torch.nn.Module) -> Wrapped:
     if isinstance(plain, DistributedDataParallel):
         return WrappedDDP(plain)
     if unit_of(plain) is not None:
-        from pyps.sharding.mean import WrappedShards
+        from pyps.torch.wrapped_shards import WrappedShards
 
         return WrappedShards(plain)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it

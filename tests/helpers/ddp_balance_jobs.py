@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyps.agreement.consensus import Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
@@ -33,7 +34,6 @@ from pyps.torch import (
     agreed_split,
     rounds,
 )
-from pyps.torch.consensus import Consensus
 from pyps.torch.waiting import ComputeTimer
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device

@@ -27,7 +27,7 @@ MOST = {
     "pyps/step": 913,  # a step that is not finite is skipped in one place: 13 more
     "pyps/store": 2_343,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
-    "pyps/torch": 7_242,  # a loop over another loader than uneven()'s is refused: 13 more
+    "pyps/torch": 7_002,
     "pyps/worker": 7_954,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_422,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_547,  # what is trained, and in which precision: 6 more

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import sharding_jobs as jobs
 from ranks import Ranks
 from sampled import sampled
 
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "sharding_train.py"
 EXACT = 1e-12
 SHARES = {2: [2 / 3, 1 / 3], 3: [0.5, 0.3, 0.2], 4: [0.4, 0.3, 0.2, 0.1]}
 
@@ -132,3 +137,26 @@ def test_a_checkpoint_of_another_stage(
     ranks.run(3, jobs.through_checkpoint, str(tmp_path / "b"), before, shares, [0, 4])
     for found in ranks.run(2, jobs.through_checkpoint, str(tmp_path / "b"), after, others, [4, 6]):
         assert found == pytest.approx(right, abs=EXACT)
+
+
+@pytest.mark.thorough
+def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path: Path) -> None:
+    """torchrun starts all ranks anew; their parts and the optimizer's come from the last checkpoint."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    # A store that outlives ranks keeps the addresses of those that are gone (torch 2.13).
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    done = subprocess.run(
+        [*command, "--standalone", str(SCRIPT), str(tmp_path)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["from"] == 6
+    assert found["off"] < EXACT

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from pyps.agreement.consensus import Consensus
 from pyps.errors import InputError
-from pyps.torch.consensus import Consensus
 
 Fields = Mapping[str, Any]
 Rows = list[list[float]]  # by rank
