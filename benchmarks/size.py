@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from record import table
 
@@ -72,6 +73,7 @@ C_FUNCTION = re.compile(
 )
 
 Tree = Mapping[str, str]  # path -> text
+Node = TypeVar("Node", bound=ast.AST)
 Measure = Callable[[Tree], list[str]]  # the names of what it counts
 
 
@@ -165,23 +167,24 @@ def sources(tree: Tree, *suffixes: str) -> Iterator[tuple[str, str]]:
             yield path, text
 
 
-def parsed(tree: Tree) -> Iterator[tuple[str, ast.Module]]:
-    """Each Python file, parsed."""
-    for path, text in sources(tree, ".py"):
-        yield path, parse(text)
-
-
 @cache
 def parse(text: str) -> ast.Module:
     """A Python file's tree, made once."""
     return ast.parse(text)
 
 
-def nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
-    """Each node of each Python file."""
-    for path, module in parsed(tree):
-        for node in ast.walk(module):
-            yield path, node
+@cache
+def walked(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a Python file, walked once."""
+    return tuple(ast.walk(parse(text)))
+
+
+def nodes(tree: Tree, *kinds: type[Node]) -> Iterator[tuple[str, Node]]:
+    """Each node of these kinds, of each Python file."""
+    for path, text in sources(tree, ".py"):
+        for node in walked(text):
+            if isinstance(node, kinds):
+                yield path, node
 
 
 def modules(tree: Tree) -> list[str]:
@@ -198,9 +201,8 @@ def long_functions(tree: Tree) -> list[str]:
     """Functions past MOST_FUNCTION_LINES, decorators apart."""
     found = [
         f"{path}: {node.name}: {(node.end_lineno or 0) - node.lineno + 1}"
-        for path, node in nodes(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES
+        for path, node in nodes(tree, ast.FunctionDef, ast.AsyncFunctionDef)
+        if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES
     ]
     for path, text in sources(tree, ".c", ".h"):
         for name, body in c_functions(text):
@@ -224,11 +226,10 @@ def long_files(tree: Tree) -> list[str]:
 def wide_classes(tree: Tree) -> list[str]:
     """Classes past MOST_METHODS public methods and properties."""
     found = []
-    for path, node in nodes(tree):
-        if isinstance(node, ast.ClassDef):
-            methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
-            if len(methods) > MOST_METHODS:
-                found.append(f"{path}: {node.name}: {len(methods)}")
+    for path, node in nodes(tree, ast.ClassDef):
+        methods = {n.name for n in node.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"}
+        if len(methods) > MOST_METHODS:
+            found.append(f"{path}: {node.name}: {len(methods)}")
     return found
 
 
@@ -236,8 +237,7 @@ def wide_constructors(tree: Tree) -> list[str]:
     """`__init__` methods past MOST_PARAMETERS parameters, without self."""
     return [
         f"{path}: {kind.name}: {len(names) - 1}"
-        for path, kind in nodes(tree)
-        if isinstance(kind, ast.ClassDef)
+        for path, kind in nodes(tree, ast.ClassDef)
         for node in kind.body
         if isinstance(node, ast.FunctionDef)
         and node.name == "__init__"
@@ -254,7 +254,7 @@ def option_lists(tree: Tree) -> list[str]:
     """Places that list what a user may set of a run."""
     return [
         f"{path}:{getattr(node, 'lineno', 1)}"
-        for path, node in nodes(tree)
+        for path, node in nodes(tree, ast.FunctionDef, ast.ClassDef, ast.Call, ast.Dict)
         if len(OPTIONS & {name.lower() for name in names_in(node)}) >= ENOUGH_OPTIONS
     ]
 
@@ -282,10 +282,8 @@ def environment(tree: Tree) -> list[str]:
     )
     found = {
         node.value
-        for _, node in nodes(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and ENVIRONMENT.fullmatch(node.value)
+        for _, node in nodes(tree, ast.Constant)
+        if isinstance(node.value, str) and ENVIRONMENT.fullmatch(node.value)
     } - constants
     in_c = re.compile(r'getenv\("(PYPS_\w+)"\)')
     return sorted(found.union(*(in_c.findall(text) for _, text in sources(tree, ".c", ".h"))))
@@ -294,7 +292,7 @@ def environment(tree: Tree) -> list[str]:
 def python_circles(tree: Tree) -> list[str]:
     """Python files that import each other in a circle, also inside functions or for type checkers only."""
     names = {module_name(path): path for path in modules(tree)}
-    return circles({path: imported(module, names) - {path} for path, module in parsed(tree)})
+    return circles({path: imported(text, names) - {path} for path, text in sources(tree, ".py")})
 
 
 def module_name(path: str) -> str:
@@ -303,10 +301,10 @@ def module_name(path: str) -> str:
     return ".".join(parts if parts[0] == "pyps" else ["pyps", *parts])
 
 
-def imported(module: ast.Module, names: Mapping[str, str]) -> set[str]:
+def imported(text: str, names: Mapping[str, str]) -> set[str]:
     """The files that a module imports, out of those named: of a package and its module, the module."""
     found: set[str] = set()
-    for node in ast.walk(module):
+    for node in walked(text):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -379,8 +377,8 @@ def small_and_lonely(tree: Tree) -> list[str]:
     """Modules of fewer than FEW_LINES lines, with one importer, apart from `__init__` files."""
     names = {module_name(path): path for path in modules(tree)}
     importers: dict[str, set[str]] = defaultdict(set)
-    for path, module in parsed(tree):
-        for other in imported(module, names) - {path}:
+    for path, text in sources(tree, ".py"):
+        for other in imported(text, names) - {path}:
             importers[other].add(path)
     return [
         f"{path}: {text.count(chr(10))} lines, for {min(importers[path])}"

@@ -19,6 +19,7 @@ import pytest
 import sampled
 from hypothesis import settings
 from leftovers import nothing_left
+from programs import once
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -123,10 +124,16 @@ def plan(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run of the tests, the same in all its lanes."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session")
 def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where programs.build() keeps the programs for the whole run, one of each for a sanitizer."""
-    return tmp_path_factory.mktemp("programs")
+    return once(shared_folder(tmp_path_factory), "programs-shared", lambda folder: None)
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +157,14 @@ def ranks(_started: list[Ranks]) -> Ranks:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of what git would give: the source folder gets no build products."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    folder = once(shared_folder(tmp_path_factory), "wheel-built", build_wheel)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def build_wheel(out: Path) -> None:
+    """Build it into a folder, from a copy in it."""
+    source = out / "source"
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -164,15 +178,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick = {**os.environ, "CC": str(compiler)}
     done = subprocess.run([*pip, "-w", str(out), str(source)], env=quick, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (built,) = out.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="session")
-def reference() -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """docs/reference, as `make reference` writes it."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "make_reference.py"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+
+    def make(_: Path) -> None:
+        command = [sys.executable, ROOT / "docs" / "make_reference.py"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    once(shared_folder(tmp_path_factory), "reference-made", make)
     return ROOT / "docs" / "reference"

@@ -21,7 +21,6 @@ from pyps.formats.records import LineReader, append_whole, drop_half_line
 from pyps.native.status import MemberState
 from pyps.native.values import Role
 from pyps.store.store import Store
-from pyps.worker.position import RunPosition
 
 EPOCHS = "epochs.jsonl"
 LOOK_SECONDS = 1.0  # between two looks whether the rank that validates still lives
@@ -52,14 +51,14 @@ class Epochs:
         self._done: int | None = None  # epochs that need nothing more
         self._next_look = 0.0
 
-    def follow(self, position: RunPosition, global_batch: int) -> None:
-        """A step begins. Raises InputError for a stream."""
-        if not position.dataset_length:
+    def follow(self, samples: int, dataset_length: int, global_batch: int) -> None:
+        """Begin a step that comes after `samples` of the run. Raises InputError for a stream."""
+        if not dataset_length:
             raise InputError("batches", "on_epoch", "a dataset without a length", "one with a length")
+        epoch, within = divmod(samples, dataset_length)
         if self._done is None:
-            began = position.samples % position.dataset_length < global_batch
-            self._done = min(position.epoch, self._known()) if began else position.epoch
-        self._reach(position.epoch)
+            self._done = min(epoch, self._known()) if within < global_batch else epoch
+        self._reach(epoch)
 
     def end(self, dataset_length: int) -> None:
         """All samples are trained; the model has the final parameters."""

@@ -304,7 +304,7 @@ class Worker:
                 self._step = step
                 self._follow(step, source.length)
                 if epochs is not None:
-                    epochs.follow(self.position, attached.global_batch)
+                    epochs.follow(self.position.samples, source.length, attached.global_batch)
                 feed.begin(step.claim)
                 while step.left:
                     self._begin_micro_batch(step)

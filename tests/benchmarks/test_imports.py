@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed import nodes
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -15,7 +16,7 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
     """Module and name of each import from pyps in a script, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pyps":
             yield from ((node.module, name.name) for name in node.names)
 

@@ -18,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,14 +129,26 @@ class Change(NamedTuple):
     new: str
 
 
+def once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """`folder`/`name`, filled by `make` unless it is there. Another lane of the tests waits meanwhile, if its
+    name is the same before the last hyphen.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / name
+    with (folder / f"{name.rpartition('-')[0]}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            part = Path(tempfile.mkdtemp(dir=folder))  # what is interrupted is not there
+            make(part)
+            part.rename(place)
+    return place
+
+
 def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) -> list[Path]:
     """The core's objects, compiled with these flags into `folder` unless they are there."""
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent))  # a build that is interrupted is none
-        sources = [str(path) for path in sorted(CSRC.rglob("*.c"))]
-        subprocess.run([*compiler, *flags, "-c", *sources], check=True, cwd=part)
-        part.rename(folder)
+    sources = [str(path) for path in sorted(CSRC.rglob("*.c"))]
+    command = [*compiler, *flags, "-c", *sources]
+    once(folder.parent, folder.name, lambda part: subprocess.run(command, check=True, cwd=part))
     return sorted(folder.glob("*.o"))
 
 
@@ -146,12 +159,9 @@ def kept_core(sanitizer: str, flags: Iterable[str], compiler: Iterable[str]) -> 
     for path in sorted(CSRC.rglob("*.[ch]")):
         digest.update(path.read_bytes())
     folder = BUILT / f"core-{sanitizer}-{digest.hexdigest()}"
-    BUILT.mkdir(parents=True, exist_ok=True)
-    with (BUILT / f"{sanitizer}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another lane of the tests waits for this one's
-        for other in {*BUILT.glob(f"core-{sanitizer}-*")} - {folder}:
-            shutil.rmtree(other)
-        return compile_core(folder, flags, compiler)
+    for other in {*BUILT.glob(f"core-{sanitizer}-*")} - {folder}:
+        shutil.rmtree(other, ignore_errors=True)
+    return compile_core(folder, flags, compiler)
 
 
 def compile_changed(folder: Path, flags: Iterable[str], compiler: Iterable[str], change: Change) -> Path:
@@ -176,18 +186,23 @@ def build(
     change: Change | None = None,
 ) -> Path:
     """Compile tests/c/NAME.c with the core into `folder`, unless it is there, or with a mutant; its path."""
-    program = folder / f"{name}-{sanitizer}"
-    if program.exists() and change is None:
-        return program
+    program = f"{name}-{sanitizer}"
+    if change:
+        return _build(Path(tempfile.mkdtemp(dir=folder)) / program, name, sanitizer, compiler, change)
+    built = once(folder, f"{program}-built", lambda to: _build(to / program, name, sanitizer, compiler))
+    return built / program
+
+
+def _build(
+    program: Path, name: str, sanitizer: str, compiler: Iterable[str], change: Change | None = None
+) -> Path:
     flags = [*FLAGS, *SANITIZERS[sanitizer], "-DPYPS_FAILPOINTS"]
     inputs = kept_core(sanitizer, flags, compiler)
     if name == "kernels":  # the arithmetic alone: its test defines no failpoint
         inputs = [o for o in inputs if o.stem.startswith("kernels") or o.stem in ("codec", "error")]
     if change:
-        folder = Path(tempfile.mkdtemp(dir=folder))
-        changed = compile_changed(folder, flags, compiler, change)
+        changed = compile_changed(program.parent, flags, compiler, change)
         inputs = [changed if path.name == changed.name else path for path in inputs]
-        program = folder / program.name
     own = [C / f"{name}.c", *([C / "fuzz_main.c"] if name.startswith("fuzz_") else [])]
     command = [*compiler, *flags, *map(str, [*own, *inputs]), "-o", str(program)]
     subprocess.run([*command, "-lm", "-lpthread"], check=True)
@@ -215,13 +230,15 @@ def run(program: Path, *arguments: str, **environment: str) -> subprocess.Comple
     return done
 
 
-def usable(sanitizer: str, folder: Path) -> bool:
+@cache
+def usable(sanitizer: str) -> bool:
     """Return whether the compiler has this sanitizer's library, and the machine lets it run."""
-    source, program = folder / "empty.c", folder / f"empty-{sanitizer}"
-    source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
-    command = ["cc", *SANITIZERS[sanitizer], str(source), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    return built and run(program).returncode == 0
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "empty.c", Path(folder) / f"empty-{sanitizer}"
+        source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
+        command = ["cc", *SANITIZERS[sanitizer], str(source), "-o", str(program)]
+        built = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        return built and run(program).returncode == 0
 
 
 def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:

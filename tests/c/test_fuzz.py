@@ -17,7 +17,7 @@ RUNS = {"attach": 2_000, "decode": 10_000, "journal": 10_000}  # in segments, ro
 
 @pytest.fixture
 def folder(programs_folder: Path) -> Path:
-    if not programs.usable("address", programs_folder):
+    if not programs.usable("address"):
         pytest.skip("the C compiler has no address sanitizer")
     return programs_folder
 

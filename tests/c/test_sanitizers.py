@@ -14,14 +14,14 @@ pytestmark = pytest.mark.timeout(300)  # the first test of a sanitizer builds th
 
 @pytest.fixture
 def threads(programs_folder: Path) -> Path:
-    if not programs.usable("thread", programs_folder):
+    if not programs.usable("thread"):
         pytest.skip("the C compiler has no thread sanitizer, or it cannot run here")
     return programs_folder
 
 
 @pytest.fixture
 def folder(programs_folder: Path) -> Path:
-    if not programs.usable("address", programs_folder):
+    if not programs.usable("address"):
         pytest.skip("the C compiler has no address sanitizer")
     return programs_folder
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed import tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -21,9 +22,9 @@ ANSWERS = ANSWER.findall(PAGE)
 
 def defined(path: Path) -> set[str]:
     """The names that a file defines: functions, classes and their methods."""
-    text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return set(_python_names(ast.parse(text).body, ""))
+        return set(_python_names(tree(path).body, ""))
+    text = path.read_text(encoding="utf-8")
     heads = re.findall(r"^[A-Za-z][^;{}=#]*?\([^;{}]*\) \{", text, re.MULTILINE)
     return {name for head in heads for name in re.findall(r"\w+", head)}
 

@@ -8,17 +8,24 @@ Of all other commands, each option has to be in the command's help.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
+import traceback
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+import pyps_commands
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +37,11 @@ EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(enco
 MOST_WORDS = 26_080  # `pyps gain`: 140; shares by memory: 414, and its page with two scripts: 886
 MOST_RESULTS_WORDS = 12_000
 MOST_SECURITY_WORDS = 900
-PROGRAMS = ("pyps", "pyps-profile", "pyps-plan")
+PROGRAMS = {
+    "pyps": pyps_commands.main,
+    "pyps-profile": pyps_commands.main_profile,
+    "pyps-plan": pyps_commands.main_plan,
+}
 SUBCOMMANDS = {
     "pyps": ("gain", "run", "top", "report", "serve", "profile", "plan", "simulate", "export", "keys", "shm"),
     "pyps-profile": ("import", "show", "compare", "merge", "link"),
@@ -65,11 +76,53 @@ def commands(page: Path) -> list[str]:
 @cache
 def help_text(program: str, *subcommands: str) -> str:
     """Return what `program subcommands --help` prints, on wide paper."""
-    command = [str(Path(sys.executable).parent / program), *subcommands, "--help"]
-    environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, said = forked([program, *subcommands, "--help"], ROOT, columns=300)
+    assert code == 0, said
+    return said
+
+
+def forked(words: list[str], folder: Path, columns: int = 100) -> tuple[int, str]:
+    """The exit code and the output of one of our programs, in a fork: its imports are there already."""
+    importlib.import_module("pyps.cli.profile"), importlib.import_module("pyps.cli.plan")
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException):
+                os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = (os.fdopen(file, "w", closefd=False) for file in (1, 2))
+                os.environ |= {"COLUMNS": str(columns), "NO_COLOR": "1"}
+                os.chdir(folder)
+                _exit_as(words)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return os.waitstatus_to_exitcode(status), "".join(texts)
+
+
+def _exit_as(words: list[str]) -> None:
+    sys.argv, code = words, 1
+    try:
+        PROGRAMS[words[0]]()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def output_of(command: str, folder: Path) -> str:
+    """Return what a command prints; ours are forked, unless they need a shell."""
+    words = shlex.split(command)
+    if words[0] in PROGRAMS and not set("|;&<>$*") & set(command):
+        return forked(words, folder)[1]
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": programs, "COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
 
 
 def named_subcommands(program: str, words: list[str]) -> list[str]:
@@ -115,17 +168,12 @@ def test_commands_exist_with_their_options(page: Path) -> None:
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name_of)
 def test_outputs_are_real(page: Path, tmp_path: Path) -> None:
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": programs, "COLUMNS": "100", "NO_COLOR": "1"}
     for name, text in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
         (tmp_path / name).write_text(text)
     for block in blocks(page, "console", after="<!-- executed -->\n"):
         for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *shown = entry.splitlines()
-            done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-            )
-            printed = [line.split() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            printed = [line.split() for line in output_of(command, tmp_path).splitlines() if line.strip()]
             expected = [line.split() for line in shown if line != "..."]
             assert not expected or printed[-len(expected) :] == expected, command
             assert len(printed) == len(expected) or not shown or "..." in shown, command

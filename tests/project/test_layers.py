@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from parsed import tree
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"pyps": ROOT / "pyps", "pyps.solver": ROOT / "solver", "pyps.profiler": ROOT / "profiler"}
@@ -64,23 +66,23 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def imports(name: str, path: Path) -> set[str]:
-    """The modules that a file imports, wherever in it, save those for type checkers only."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def imports(name: str, path: Path, functions: bool = True) -> frozenset[str]:
+    """The modules that a file imports, save those for type checkers only; functions: also within them."""
     found: set[str] = set()
-    for node in _outside_type_checking(tree):
+    for node in _outside_type_checking(tree(path), functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative imports hide what is imported"
             module = node.module or ""
             found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
-def _outside_type_checking(node: ast.AST, functions: bool = True) -> Iterator[ast.AST]:
+def _outside_type_checking(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             continue
         if isinstance(child, ast.FunctionDef) and not functions:
             continue
@@ -93,13 +95,8 @@ def first_imports(name: str, path: Path) -> set[str]:
 
     A package's __init__ comes before its modules, except before those that it imports itself.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: set[str] = set()
-    for node in _outside_type_checking(tree, functions=False):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    found = set(imports(name, path, functions=False))
+    found |= {module.rpartition(".")[0] for module in found}
     found |= {module.rpartition(".")[0] for module in found}
     return {m for m in found if m in MODULES and m != name and not name.startswith(m + ".")}
 
@@ -151,6 +148,16 @@ def test_no_part_imports_a_wing(wing: str) -> None:
     named = {name for name, path in outside.items() if f'"{wing}.' in path.read_text(encoding="utf-8")}
     assert named == {module}, "one place names it"
     assert getattr(importlib.import_module(module), constant) in MODULES
+
+
+def test_no_command_waits_for_torch() -> None:
+    """Its import takes a second and 300 MB; a launcher needs none of it."""
+    needed = {name for name in MODULES if part_of(name) in ("pyps.cli", "pyps.run")}
+    assert "pyps.run.main" in needed
+    while more := {m for name in needed for m in first_imports(name, MODULES[name])} - needed:
+        needed |= more
+    first = {name: imports(name, MODULES[name], functions=False) for name in needed}
+    assert not {name for name, found in first.items() if "torch" in {i.partition(".")[0] for i in found}}
 
 
 def test_the_top_of_pyps_has_few_files() -> None:

@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from parsed import tree
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pyps", "solver", "profiler")
 
 
 def definitions(path: Path) -> Iterator[tuple[str, str]]:
     """A module's public classes and aliases: each name, and what it means."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree(path).body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield node.name, f"class in {path.relative_to(ROOT)}"
         elif isinstance(node, ast.Assign):

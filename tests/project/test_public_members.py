@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from parsed import nodes
 
 TESTS = Path(__file__).resolve().parents[1]
 OWN = {"self", "cls", "os", "torch"}  # their private members are not pyps's
@@ -47,9 +49,8 @@ def root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def private_members(text: str) -> Iterator[str]:
+def private_members(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """The private members of pyps's objects and modules that a file reads, sets, imports or replaces."""
-    nodes = list(ast.walk(ast.parse(text)))
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     defined |= {node.attr for node in attributes if root(node) in ("self", "cls")}
@@ -67,16 +68,16 @@ def private_members(text: str) -> Iterator[str]:
 
 def test_it_sees_them() -> None:
     text = "store._x\na.b()[0]._y = 1\nfrom pyps.store.store import _z\nm.setattr('pyps.run.main._w', 0)"
-    assert sorted(private_members(text)) == ["_w", "_x", "_y", "_z"]
+    assert sorted(private_members([*ast.walk(ast.parse(text))])) == ["_w", "_x", "_y", "_z"]
     text = "torch._C\nself._x\none._x\nstore.__class__\nfrom pyps import Store"
-    assert not list(private_members(text))
+    assert not list(private_members([*ast.walk(ast.parse(text))]))
 
 
 def test_through_public_members() -> None:
     """But in the exceptions, where there are some: the list has no entry that is needed no more."""
     found = {}
     for path in TESTS.rglob("*.py"):
-        if path.parent.name != "quick_start" and (names := set(private_members(path.read_text("utf-8")))):
+        if path.parent.name != "quick_start" and (names := set(private_members(nodes(path)))):
             found[str(path.relative_to(TESTS))] = names
     assert {file: names for file, names in found.items() if file not in EXCEPTIONS} == {}
     assert set(EXCEPTIONS) <= set(found)

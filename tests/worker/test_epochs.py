@@ -21,7 +21,6 @@ from pyps.native.status import MemberState
 from pyps.native.values import Role
 from pyps.worker import epochs as module
 from pyps.worker.epochs import EPOCHS, Epochs, drop_undone_epochs
-from pyps.worker.position import RunPosition
 
 LENGTH, B = 40, 8
 
@@ -58,7 +57,7 @@ class Rank:
 
     def at(self, samples: int) -> list[int]:
         """A step at this position: the epochs validated so far."""
-        self.epochs.follow(RunPosition(samples, samples // B, 0, LENGTH), B)
+        self.epochs.follow(samples, LENGTH, B)
         return self.seen
 
 
@@ -134,7 +133,7 @@ def test_without_a_folder_and_without_a_length() -> None:
     assert alone.at(0) == []
     assert alone.at(LENGTH) == [1]
     with pytest.raises(InputError, match="on_epoch"):
-        alone.epochs.follow(RunPosition(0, 0, 0, 0), B)
+        alone.epochs.follow(0, 0, B)
 
 
 TRAIN = """
