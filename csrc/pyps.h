@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define PYPS_ABI      13
+#define PYPS_ABI      14
 #define PYPS_ANY_PLAN UINT64_MAX /* of pyps_replan */
 #define PYPS_API      __attribute__((visibility("default")))
 
@@ -330,8 +330,9 @@ PYPS_API int pyps_exchange_arriving(pyps_store *store, const pyps_push_args *arg
 /* Claims the samples of the step after the last one claimed, for a worker that computes while its gradients
  * are sent. Claims that may follow the current one: staging_buffers - 1, and at least one.
  * Pushes belong to claims in the order of the claims. Never waits: count is 0 if there is nothing to claim
- * now; then push first, and start. PYPS_EINVAL under a policy without allows_pipeline. */
-PYPS_API int pyps_start_ahead(pyps_store *store, pyps_claim *out);
+ * now; then push first, and start. `after`: `first` of the last claim that the caller has, so that a call whose
+ * result a signal took away gives it again; UINT64_MAX: what was given last. PYPS_EINVAL without allows_pipeline. */
+PYPS_API int pyps_start_ahead(pyps_store *store, uint64_t after, pyps_claim *out);
 
 enum { PYPS_CONTINUE = 0, PYPS_PUSH_NOW = 1, PYPS_ABORT = 2 }; /* what pyps_should_continue advises */
 /* Between two micro-batches: `done` samples of the claim are computed, the next micro-batch has `next`. The
@@ -781,6 +782,7 @@ typedef struct {
     double period_seconds;        /* schedule */
     uint64_t sent;             /* push: nanoseconds since its turn began, for which the gradient travelled */
     uint64_t cost_nanoseconds; /* push: what the step cost its worker; 0: as compute_nanoseconds */
+    uint64_t after_plus_1;     /* start ahead: 1 + `first` of the last claim it has; 0: what was given last */
 } pyps_event;
 
 typedef struct {

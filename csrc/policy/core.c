@@ -96,7 +96,8 @@ static struct event event_in(const struct view *v, const pyps_event *e) {
                           .turns = e->turns,
                           .period_seconds = e->period_seconds,
                           .sent = e->sent,
-                          .cost_nanoseconds = e->cost_nanoseconds};
+                          .cost_nanoseconds = e->cost_nanoseconds,
+                          .after_plus_1 = e->after_plus_1};
 }
 
 int pyps_core_step(pyps_core *core, const pyps_event *event, pyps_decision *out) {

@@ -118,19 +118,31 @@ static enum verdict start(struct view *v, const struct event *e, struct outcome 
     return verdict;
 }
 
+/* How many of its claims, the current one and those ahead, the caller has. */
+static uint32_t claims_held(const struct view *v, const struct event *e) {
+    const struct member *m = view_member(v, e->slot);
+    if (!m->claim_count) return 0;
+    if (!e->after_plus_1) return m->claim_started ? 1 + m->ahead_started : 0;
+    uint32_t held = 1 + m->ahead;
+    while (held && view_samples_claimed(v, e->slot, held - 1).first != e->after_plus_1 - 1) held--;
+    return held;
+}
+
 /* The next claim that the worker does not have yet. Never waits: a worker that cannot get one now pushes
  * first. */
 static enum verdict start_ahead(struct view *v, const struct event *e, struct outcome *out) {
     struct member *m = view_member(v, e->slot);
+    const struct range *ahead = view_ahead(v, e->slot);
+    uint32_t held = claims_held(v, e), following = held ? held - 1 : 0;
     const struct policy *policy = policy_find(v->policy);
     if (policy->waits_for_round && !policy->overlaps_rounds)
         return step_refuse(
             out,
             fail(PYPS_EINVAL, "the policy %s waits for each step: no step can start ahead", policy->name));
     /* The worker saw that no round was open; one has opened since. */
-    if (m->claim_count && !m->claim_started) return start(v, e, out);
+    if (m->claim_count && !held) return start(v, e, out);
     bool changed = false;
-    if (m->ahead_started == m->ahead && m->ahead < v->max_ahead) {
+    if (following == m->ahead && m->ahead < v->max_ahead) {
         if (m->wants_ahead <= m->ahead) m->wants_ahead = m->ahead + 1, changed = true;
         bool may = m->claim_count && view_samples_left(v) && view_takes_part(v, m);
         if (may && policy->assigns_rounds) view_assign_rounds_ahead(v), changed = true;
@@ -139,11 +151,12 @@ static enum verdict start_ahead(struct view *v, const struct event *e, struct ou
         if (out->code) return STEP_REFUSED;
     }
     out->claim = (pyps_claim){.batch = view_rank(v, (uint32_t)m->rank)->total.batch, .plan = v->plan};
-    out->claim.round = 1 + m->ahead_started + (policy->assigns_rounds ? v->round : m->clock);
+    out->claim.round = 1 + following + (policy->assigns_rounds ? v->round : m->clock);
     out->claim.version = v->version;
-    if (m->ahead_started == m->ahead) return changed ? STEP_COMMIT : STEP_UNCHANGED;
-    const struct range *claim = &view_ahead(v, e->slot)[m->ahead_started++];
-    out->claim.first = claim->first, out->claim.count = (uint32_t)claim->count;
+    if (following == m->ahead) return changed ? STEP_COMMIT : STEP_UNCHANGED;
+    out->claim.first = ahead[following].first, out->claim.count = (uint32_t)ahead[following].count;
+    if (following < m->ahead_started) return STEP_UNCHANGED; /* it was given, and did not arrive */
+    m->ahead_started = following + 1;
     return STEP_COMMIT;
 }
 

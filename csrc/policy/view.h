@@ -90,6 +90,7 @@ struct event {
     double period_seconds;  /* schedule */
     uint64_t sent;          /* push in virtual time: nanoseconds since its turn began */
     uint64_t tag[2];        /* push */
+    uint64_t after_plus_1;  /* start ahead: 1 + `first` of the last claim it has; 0: all that were given */
     uint32_t given;         /* push: 1: the next three are given, not decided */
     float scale, share, part;
 };

@@ -37,10 +37,11 @@ int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     return PYPS_OK;
 }
 
-int pyps_start_ahead(pyps_store *s, pyps_claim *out) {
+int pyps_start_ahead(pyps_store *s, uint64_t after, pyps_claim *out) {
     int rc = store_check_worker(s);
     if (rc || (rc = require(out))) return rc;
     struct event e = store_event(s, EVENT_START_AHEAD);
+    e.after_plus_1 = 1 + after;
     struct outcome outcome;
     enum verdict verdict;
     if ((rc = view_commit(s, &e, &outcome, &verdict))) return rc;

@@ -64,7 +64,7 @@ from pyps.native.values import (
 )
 from pyps.step.transfer import Transfers, Verb
 
-ANY_PLAN = 2**64 - 1
+ANY_PLAN = GIVEN_LAST = 2**64 - 1
 ARRIVAL_ELEMENTS = 1 << 20  # of an exchange's copy that are told at once: 4 MiB, at most 0.4 ms of a bus
 
 
@@ -168,9 +168,9 @@ class LocalBackend:
         check("start", lib.pyps_start(self.pointer, timeout, c))
         return Claim(c.first, c.count, c.batch, c.round, c.plan, c.wait_nanoseconds * NANOSECOND, c.version)
 
-    def start_ahead(self) -> Claim:
+    def start_ahead(self, after: int | None = None) -> Claim:
         c = ffi.new("pyps_claim *")
-        check("start_ahead", lib.pyps_start_ahead(self.pointer, c))
+        check("start_ahead", lib.pyps_start_ahead(self.pointer, GIVEN_LAST if after is None else after, c))
         return Claim(c.first, c.count, c.batch, c.round, c.plan, 0.0, c.version)
 
     def should_continue(self, done: int, following: int) -> Advice:

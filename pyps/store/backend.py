@@ -104,8 +104,9 @@ class Backend(Protocol):
     def start(self, timeout: Timeout) -> Claim:
         """Claim the next samples, waiting as the policy says. Raises Ended, Fenced, TimedOut."""
 
-    def start_ahead(self) -> Claim:
+    def start_ahead(self, after: Position | None) -> Claim:
         """With a step under way, claim the next one's samples without waiting; count 0: nothing now.
+        after: where the last claim that the caller has begins; None: the last that was given.
 
         Raises Fenced, InvalidArgument under a policy that waits.
         """

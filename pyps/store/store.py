@@ -171,14 +171,16 @@ class Store(StoreHandle):
             self._drawn = claim.first, 0
             return claim
 
-    def start_ahead(self) -> Claim | None:
+    def start_ahead(self, after: Claim | None = None) -> Claim | None:
         """With a step under way, claim the samples of the next one: pushes belong to claims in order.
 
         For a worker that computes while its gradients travel. Never waits; None where there is nothing to
-        claim now: then push first, and start(). Raises Fenced, InvalidArgument under a policy that waits.
+        claim now: then push first, and start(). after: the last claim that you have, so that a call made
+        again after a signal skips none; None: the last that was given. Raises Fenced, InvalidArgument under
+        a policy that waits.
         """
         with self._calls as backend:
-            claim = backend.start_ahead()
+            claim = backend.start_ahead(None if after is None else after.first)
             if not claim.count:
                 return None
             self._drawn = claim.first, 0

@@ -52,6 +52,7 @@ class StoreClient:
         self.pull_codec, self._budget = pull, budget
         self._uses_turns = store.policy_needs().uses_turns
         self.ahead: deque[Claim] = deque()
+        self._last: Claim | None = None  # that this one has
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
         self.idle: Callable[[Callable[[], Claim]], Claim] = _wait
         self._transfers = Transfers()
@@ -67,7 +68,10 @@ class StoreClient:
         deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
         while True:
             try:
-                return self.idle(self.store.start)
+                claim = self.idle(self.store.start)
+                if all(other.first != claim.first for other in self.ahead):
+                    self._last = claim
+                return claim
             except TimedOut:
                 if self._rests():
                     continue
@@ -87,12 +91,13 @@ class StoreClient:
         return claims
 
     def _claim_one(self) -> Claim | None:
-        if (claim := self.store.start_ahead()) is not None:
+        if (claim := self.store.start_ahead(self._last)) is not None:
             self._note(claim)
         return claim
 
     def _note(self, claim: Claim) -> None:
         self.ahead.append(claim)
+        self._last = claim
         self.after_claim_ahead(claim)
 
     def check_data_set(self, data: DataSet) -> None:
@@ -107,6 +112,7 @@ class StoreClient:
         """After Fenced: join again. All claims are gone."""
         self.fenced += 1
         self.ahead.clear()
+        self._last = None
         self._transfers.begin_again()
         self.store.rejoin()
         if self._budget is not None:

@@ -116,7 +116,8 @@ static int start_soundly(void) {
 
 static int start(void) {
     pyps_claim claim;
-    return seldom(4) ? pyps_start_ahead(s, &claim) : pyps_start(s, odd_seconds(), &claim);
+    return seldom(4) ? pyps_start_ahead(s, seldom(2) ? UINT64_MAX : 0, &claim)
+                     : pyps_start(s, odd_seconds(), &claim);
 }
 
 static int stage_soundly(void) {

@@ -127,7 +127,7 @@ static void use(pyps_store *s) {
     pyps_snapshot(s, flat, NULL, NULL, SECONDS, &version);
     uint32_t two = !pyps_open("fuzz", PYPS_ABI, &both[1]) && !pyps_join(both[1], PYPS_WORKER, -1, NULL);
     push_each(both, 1 + two, PYPS_F32, SECONDS), push_each(both, 1 + two, PYPS_INT8, 0);
-    pyps_should_continue(s, 1, 1, &advice), pyps_start_ahead(s, &claim);
+    pyps_should_continue(s, 1, 1, &advice), pyps_start_ahead(s, 0, &claim);
     pyps_close(both[1]);
     pyps_reap(s, &count);
     pyps_wait(s, sequence, SECONDS);

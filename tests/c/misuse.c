@@ -45,7 +45,7 @@ static void null_results(pyps_store *s) {
     float flat[FLAT];
     uint64_t version;
     REFUSED(pyps_start(s, 1, NULL));
-    REFUSED(pyps_start_ahead(s, NULL));
+    REFUSED(pyps_start_ahead(s, 0, NULL));
     REFUSED(pyps_stage(s, 1, NULL));
     REFUSED(pyps_pull(s, NULL, &version));
     REFUSED(pyps_pull(s, flat, NULL));

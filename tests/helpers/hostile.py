@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
     "rejoin": lambda k, d: (),
     "reap": lambda k, d: (),
     "start": lambda k, d: (0.0,),
-    "start_ahead": lambda k, d: (),
+    "start_ahead": lambda k, d: (d.choice((None, d.randrange(99))),),
     "should_continue": lambda k, d: (d.randrange(5), 1),
     "await_turn": lambda k, d: (0.0,),
     "set_max_samples": lambda k, d: (1,),

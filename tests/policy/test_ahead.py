@@ -4,6 +4,8 @@ gradient was computed on.
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
 from pyps.native.decisions import EventKind
-from pyps.native.values import Claim, Config, Hyper, Optimizer, PushResult
+from pyps.native.local import LocalBackend
+from pyps.native.values import Claim, Codec, Config, Hyper, Optimizer, PushResult
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
 from pyps.store.staging import StagingBuffer
+from pyps.worker.client import StoreClient
 
 LR = Hyper(lr=0.5)
 WAIT = 2  # PYPS_WAIT
@@ -102,6 +106,53 @@ def test_so_many_claims_as_staging_buffers(shm: Path, depth: int) -> None:
         assert ahead is not None
         claims.append(ahead)
     assert [(c.first, c.round) for c in claims] == [(4 * k, k) for k in range(len(claims))]
+    close(stores)
+
+
+class Interrupted(Exception):
+    """Raised by the signal's handler."""
+
+
+@pytest.mark.parametrize("policy", [ASP(), HPS()], ids=str)
+def test_a_call_that_a_signal_interrupted_skips_no_claim(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    """Raise in a handler between the call of the core and its return, three times before each claim."""
+    made, inner = [0], LocalBackend.start_ahead
+
+    def interrupted(self: LocalBackend, after: int | None = None) -> Claim:
+        claim = inner(self, after)
+        made[0] += 1
+        if made[0] % 4:
+            signal.raise_signal(signal.SIGUSR1)
+        return claim
+
+    def handle(_signal: int, _frame: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(LocalBackend, "start_ahead", interrupted)
+    before = signal.signal(signal.SIGUSR1, handle)
+    stores = make(policy, (4,), samples=400, staging_buffers=8)
+    client = StoreClient(stores[0], Codec.F32, budget=None)
+    seen: list[int] = []
+    try:
+        for _ in range(100):
+            claim = client.claim()
+            while True:
+                with suppress(Interrupted):
+                    if not client.claim_ahead(1):
+                        break
+            assert [c.first for c in client.ahead if c.first == claim.first] in ([], [claim.first])
+            held = [claim.first, *(c.first for c in client.ahead if c.first != claim.first)]
+            assert held == list(range(claim.first, min(400, claim.first + 32), 4))
+            if client.ahead and client.ahead[0].first == claim.first:
+                client.ahead.popleft()
+            stores[0].pull()
+            push(stores[0], claim.count)
+            seen.append(claim.first)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == list(range(0, 400, 4))
     close(stores)
 
 
@@ -295,6 +346,7 @@ class Crowd:
     def __init__(self, core: Core, count: int) -> None:
         self.core, self.now = core, 1
         self.ahead: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.current: list[tuple[int, int] | None] = [None] * count
         self.ended = [False] * count
         self.gone = [False] * count
         self.staging = [0] * count
@@ -310,7 +362,7 @@ class Crowd:
             self.gone[slot] = self.ended[slot] = False
         if deed == "leave":
             self.core.step(EventKind.LEAVE, slot, self.now, state=3)
-            self.gone[slot], self.ahead[slot] = True, []
+            self.gone[slot], self.ahead[slot], self.current[slot] = True, [], None
             return
         try:
             claim = self.core.step(EventKind.START, slot, self.now)
@@ -320,10 +372,14 @@ class Crowd:
         if claim.verdict == WAIT:
             return
         first, count = claim.first, claim.count
-        if self.ahead[slot] and self.ahead[slot][0] == (first, count):
-            self.ahead[slot].pop(0)
-        if deed == "ahead":
-            following = self.core.step(EventKind.START_AHEAD, slot, self.now)
+        if self.ahead[slot] and self.current[slot] != (first, count):
+            assert self.ahead[slot].pop(0) == (first, count), "claims come in the order in which it has them"
+        self.current[slot] = first, count
+        if deed in ("ahead", "lost"):
+            last = (self.ahead[slot] or [(first, count)])[-1][0]
+            following = self.core.step(EventKind.START_AHEAD, slot, self.now, after_plus_1=last + 1)
+            if deed == "lost":  # a signal came: it does not have it
+                return
             self.ahead[slot] += [(following.first, following.count)] if following.count else []
             assert all(ahead != (first, count) for ahead in self.ahead[slot])
             return
@@ -342,7 +398,7 @@ class Crowd:
     st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
     st.sampled_from([2, 3, 8]),
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "ahead", "push", "push", "leave"])),
+        st.tuples(st.integers(0, 2), st.sampled_from(["ahead", "lost", "ahead", "push", "push", "leave"])),
         max_size=60,
     ),
 )

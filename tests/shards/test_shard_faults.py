@@ -182,7 +182,7 @@ def test_a_transfer_behind_one_that_a_server_did_not_take_fails_too(
             return stage(*arguments)
 
         monkeypatch.setattr(far._shards.shard, "stage", refuses)
-        claims = store.start(), calls.start_ahead()
+        claims = store.start(), calls.start_ahead(None)
         finishes = []
         for claim in claims:
             staging = store.stage()
