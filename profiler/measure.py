@@ -24,6 +24,7 @@ from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
 from pyps.profiler.climb import FEW, Notify, Probe, check_two, climb, ladder
 from pyps.profiler.clocks import gpu_clocks
 from pyps.profiler.fit import memory_model
+from pyps.profiler.lengths import check_lengths, measure_lengths
 from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
@@ -62,6 +63,7 @@ def profile_model(
     options: StepOptions = StepOptions(),  # noqa: B008 - frozen
     memory_budget: int | None = None,
     seconds: float = SECONDS,
+    lengths: Sequence[int] | None = None,
     notify: Notify = warnings.warn,
     progress: Progress | None = None,
 ) -> Profile:
@@ -72,8 +74,10 @@ def profile_model(
     max_step_seconds do. batches: exactly these sizes. repeats: least timed steps of each size. throttle:
     emulates a device that many times slower. threads: torch's threads meanwhile. options: how a step is
     taken. memory_budget: bytes for a step, if less than are free. seconds: of wall time; two sizes are
-    timed once in any case. notify: gets what limits the result. progress: gets (seconds gone, seconds at
-    most). Raises InputError for a wrong argument, model or device, PypsError without torch or scipy.
+    timed once in any case. lengths: of samples, in tokens, which make_batch(batch, length) makes; what they
+    cost is measured too, and batch sizes with samples of the middle one. notify: gets what limits the result.
+    progress: gets (seconds gone, seconds at most). Raises InputError for a wrong argument, model or device,
+    PypsError without torch or scipy.
     """
     budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
@@ -86,6 +90,8 @@ def profile_model(
         stepper = make_stepper(task, target, throttle, where, options)
         if memory_budget is not None:
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
+        several = None if lengths is None else check_lengths(lengths)
+        stepper.length = several[len(several) // 2] if several else None
         probes = affordable(climb(stepper, sizes, max_step_seconds, notify, budget), budget)
         costs = {p.batch: p.cost for p in probes}
         settle(stepper, [*costs][(len(costs) - 1) // 2], notify, budget)
@@ -93,19 +99,21 @@ def profile_model(
             timed = time_in_rounds(stepper, [*costs], repeats, budget, costs)
         probes = _timed_ones(probes, timed, stepper, notify)
         points = [_point_of(stepper, p, timed[p.batch], budget) for p in probes]
+        by_length = measure_lengths(stepper, several) if several else None
         _report_overrun(stepper, notify)
         budget.say(notify)
     for reason in clocks:
         notify(f"the GPU ran below its clocks while it was timed: {reason}")
     return Profile(
         device=_device_of(stepper, throttle),
-        model=_model_info(where, task, options),
+        model=_model_info(where, task, options, stepper.length),
         points=points,
         max_batch=_largest(max_batch, sizes, probes),
         cut_short=budget.cut_short,
         min_batch=FEW if probes[0].batch > 1 and (sizes is None or 1 in sizes) else None,
         memory=memory_model([(p.batch, p.peak_bytes) for p in probes], stepper.budget_bytes),
         fit=select_fit(points),
+        lengths=by_length,
         clocks=clocks or None,
     )
 
@@ -122,7 +130,7 @@ def _device_of(stepper: Stepper, throttle: float | None) -> Device:
     return Device(name=stepper.name, kind=stepper.kind, throttle=throttle or 1.0, emulated=emulated)
 
 
-def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInfo:
+def _model_info(name: str, task: TrainingTask, options: StepOptions, length: int | None) -> ModelInfo:
     parameters = list(task.model.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -136,6 +144,7 @@ def _model_info(name: str, task: TrainingTask, options: StepOptions) -> ModelInf
         accumulate=options.accumulate,
         compiled=options.compile,
         optimizer=_optimizer_in_words(task),
+        tokens_per_sample=length,
     )
 
 

@@ -57,6 +57,7 @@ class Stepper(Protocol):
     name: str
     kind: str
     budget_bytes: int
+    length: int | None  # of samples, where make_batch(batch, length) makes those
 
     def prepare(self, batch: int) -> Any:
         """A batch of `batch` samples, on the device."""
@@ -115,6 +116,8 @@ def make_stepper(
 class _TaskStepper:
     """The training step itself, the same on every device."""
 
+    throttle: Throttle | None
+
     def __init__(self, task: TrainingTask, device: torch.device, where: str, options: StepOptions) -> None:
         import torch
 
@@ -126,6 +129,7 @@ class _TaskStepper:
         self._dtype = {None: None, "bf16": torch.bfloat16, "f16": torch.float16}[options.autocast]
         scales = options.autocast == "f16" and device.type == "cuda"
         self._scaler: Any = torch.amp.GradScaler(device.type, enabled=scales)
+        self.length: int | None = None
         self._shapes: dict[int, BatchShapes] = {}  # of batches of two or more samples, where they are known
 
     def prepare(self, batch: int) -> Any:
@@ -133,8 +137,9 @@ class _TaskStepper:
         unlike numbers of samples; OutOfMemoryError.
         """
         what = f"make_batch({batch})"
-        data = self._guarded(what, lambda: _to(self._task.make_batch(batch), self._device))
-        if batch > 1 and batch not in self._shapes and (shapes := _shapes_of(data)):
+        sizes = (batch,) if self.length is None else (batch, self.length)
+        data = self._guarded(what, lambda: _to(self._task.make_batch(*sizes), self._device))
+        if self.length is None and batch > 1 and batch not in self._shapes and (shapes := _shapes_of(data)):
             if shapes[0][0] != batch and shapes in self._shapes.values():
                 raise InputError(self._where, what, f"{shapes[0][0]} rows", str(batch))
             self._shapes[batch] = shapes
@@ -155,6 +160,23 @@ class _TaskStepper:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         mark("optimizer")
+
+    def timed_step(self, data: Any, batch: int) -> float:
+        if self.throttle is not None:
+            with self.throttle.span(batch) as span:
+                self.step(data)
+            return span.lasted_seconds
+        self._wait()
+        start = time.perf_counter()
+        self.step(data)
+        return time.perf_counter() - start
+
+    def step(self, data: Any) -> None:
+        self._guarded(TRAINING, lambda: self._train_and_wait(data))
+
+    def _train_and_wait(self, data: Any) -> None:
+        self._train(data)
+        self._wait()
 
     def _wait(self) -> None:
         """Waits until the device has finished all its work."""
@@ -208,18 +230,6 @@ class CpuStepper(_TaskStepper):
         self.throttle = None if throttle is None else Throttle(throttle)
         self.budget_bytes = cpu_held_bytes() + int(CPU_MEMORY_SHARE * cpu_free_bytes())
 
-    def step(self, data: Any) -> None:
-        self._guarded(TRAINING, lambda: self._train(data))
-
-    def timed_step(self, data: Any, batch: int) -> float:
-        if self.throttle is not None:
-            with self.throttle.span(batch) as span:
-                self.step(data)
-            return span.lasted_seconds
-        start = time.perf_counter()
-        self.step(data)
-        return time.perf_counter() - start
-
     def peak_bytes(self, data: Any) -> int:
         gc.collect()
         peaks_reset = _reset_peak_resident()
@@ -250,20 +260,6 @@ class CudaStepper(_TaskStepper):
         free_bytes, _ = torch.cuda.mem_get_info(device)
         self.budget_bytes = int(free_bytes) + int(torch.cuda.memory_reserved(device))
 
-    def step(self, data: Any) -> None:
-        self._guarded(TRAINING, lambda: self._train_and_wait(data))
-
-    def timed_step(self, data: Any, batch: int) -> float:
-        if self.throttle is not None:
-            with self.throttle.span(batch) as span:
-                self.step(data)
-            return span.lasted_seconds
-        with self._cuda.device(self._device):
-            self._wait()
-            start = time.perf_counter()
-            self.step(data)
-            return time.perf_counter() - start
-
     def peak_bytes(self, data: Any) -> int:
         gc.collect()
         self._cuda.empty_cache()
@@ -280,10 +276,6 @@ class CudaStepper(_TaskStepper):
         gc.collect()
         self._cuda.empty_cache()
         return super()._guarded(what, action)
-
-    def _train_and_wait(self, data: Any) -> None:
-        self._train(data)
-        self._wait()
 
     def _wait(self) -> None:
         self._cuda.synchronize(self._device)

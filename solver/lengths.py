@@ -1,149 +1,157 @@
 """Shares samples of unlike cost among ranks of unlike speed, so that all finish a step at the same time.
 
-A sequence of n tokens costs
-
-    c + a n + q n^2        c: per sample; a: of layers that see each token alone; q: of attention
-
-seconds, and a rank's seconds are the sum over its samples, over its speed. To share a step's samples with the
-least longest time is scheduling on uniform machines, which is NP-hard. Each sample, the dearest first, goes
-to the rank that would finish it first (its longest time is at most 1.58 times the least possible; Dobson, and
-Friesen, SIAM J. Comput. 1984 and 1987, for the rule); then samples move from the rank that finishes last, or
-are exchanged with another's, while that helps. Ties go to the lowest rank and sample, so that all ranks that
-see the same costs make the same shares.
+To share a step's samples with the least longest time is scheduling on unlike machines, which is NP-hard. Each
+sample, the dearest first, goes to the rank that would finish it first; then samples move from the rank that
+finishes last, or are exchanged with another's, while that helps. All is done in whole numbers, and ties go to
+the lowest rank and sample, so that hosts of any kind make the same shares of the same lengths.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyps.errors import InputError
+from pyps.formats import LengthCost
 
 MOST_MOVES = 200  # after the first shares, for each rank
-GAIN = 1e-9  # relative: a move that helps by less is none
-LEVEL = 0.002  # relative: a longest time that is above the mean by less is not shortened
+LEVEL = 0.005  # relative: a longest time that is above the mean by less is not shortened
+PARTS = 2**36  # of the time that the fastest takes for a round
 
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class LengthCost:
-    """The seconds of a sample of so many tokens: fixed + per_token n + per_square n^2, none negative."""
-
-    fixed: float
-    per_token: float
-    per_square: float
-
-    def seconds(self, tokens: npt.ArrayLike) -> Floats:
-        n = np.asarray(tokens, np.float64)
-        return self.fixed + n * (self.per_token + n * self.per_square)
-
-    @staticmethod
-    def fitted(tokens: Sequence[int], seconds: Sequence[float]) -> LengthCost:
-        """The cost with the least relative squared error at measured lengths.
-
-        tokens, seconds: of a sample of each length. Raises InputError for fewer than three distinct lengths,
-        or seconds that are not above 0.
-        """
-        n, t = np.array(tokens, np.float64), np.array(seconds, np.float64)
-        if len(set(tokens)) < 3:
-            found = f"{len(set(tokens))} distinct"
-            raise InputError("lengths", "tokens", found, "3 or more: the cost has three coefficients")
-        if not (np.isfinite(t) & (t > 0)).all():
-            raise InputError("lengths", "seconds", repr(list(seconds)), "numbers above 0")
-        from pyps.errors import needed
-
-        scale = float(n.max())
-        rows = np.column_stack([np.ones(len(n)), n / scale, (n / scale) ** 2]) / t[:, None]
-        found, _ = needed("scipy.optimize", "plan").nnls(rows, np.ones(len(n)))
-        return LengthCost(float(found[0]), float(found[1]) / scale, float(found[2]) / scale**2)
+Ints = npt.NDArray[np.int64]
+BY_TOKENS = LengthCost(per_token_seconds=1.0)
 
 
-def shares_by_cost(
-    costs: Sequence[float] | Floats, speeds: Sequence[float], most: Sequence[int] | None = None
-) -> list[list[int]]:
-    """The samples of each rank, ascending, by their place in `costs`; each rank with a speed has one.
+class SampleLengths:
+    """The lengths of all samples of a data set, and what they cost.
 
-    costs: seconds of each sample at speed 1. speeds: of each rank; 0: it gets none. most: the samples that a
-    rank may have; None: any number.
-
-    Raises InputError for a cost or speed that is not finite or is negative, fewer samples than ranks with a
-    speed, or more than `most` allows.
+    tokens: of each sample, int [samples]. Raises InputError for other than `count` whole numbers from 1.
     """
-    cost, speed = np.asarray(costs, np.float64), np.asarray(speeds, np.float64)
-    limit = np.full(len(speed), len(cost)) if most is None else np.asarray(most, np.int64)
-    limit = np.where(speed > 0, limit, 0)
-    _check(cost, speed, limit)
-    owner = _first_shares(cost, speed, limit)
-    for _ in range(MOST_MOVES * len(speed)):
-        if not _improved(cost, speed, limit, owner):
+
+    def __init__(self, tokens: npt.ArrayLike, count: int) -> None:
+        found = np.asarray(tokens)
+        if found.shape != (count,) or found.dtype.kind not in "iu" or found.min(initial=1) < 1:
+            least = f", the least {found.min()}" if found.size and found.dtype.kind in "iuf" else ""
+            seen = f"{found.size} of type {found.dtype}{least}"
+            raise InputError("sampler", "lengths", seen, f"a whole number from 1 for each of {count} samples")
+        self.tokens = found.astype(np.int64)
+        values, numbers = np.unique(self.tokens, return_counts=True)
+        squares = sum(int(number) * int(n) ** 2 for n, number in zip(values, numbers, strict=True))
+        self.mean, self.mean_square = int(self.tokens.sum()) / count, squares / count
+
+    def digest(self, costs: Sequence[LengthCost]) -> str:
+        """Return what tells other lengths or costs."""
+        whole = self.tokens.tobytes() + repr(costs).encode()
+        return hashlib.blake2b(whole, digest_size=8).hexdigest()
+
+    @property
+    def each(self) -> int:
+        """The tokens of a sample, about."""
+        return max(1, round(self.mean))
+
+    def tokens_worth(self, cost: LengthCost, samples: Any = slice(None)) -> npt.NDArray[np.float64]:
+        """What samples cost, in tokens of the data set's average cost."""
+        seconds: npt.NDArray[np.float64] = cost.seconds(self.tokens[samples])
+        return seconds * (self.mean / cost.mean(self.mean, self.mean_square))
+
+    def shares(
+        self, samples: Ints, split: Sequence[int], costs: Sequence[LengthCost], least: Sequence[int]
+    ) -> list[Ints]:
+        """The samples of each rank, the longest first. split: tokens that ranks compute in the same time."""
+        rows = {cost: self.tokens_worth(cost, samples) for cost in costs}
+        scale = PARTS * min(split) / self.mean / max(1, len(samples))
+        ticks = [np.rint(rows[cost] * (scale / share)) for cost, share in zip(costs, split, strict=True)]
+        owner = shares_by_cost(np.array(ticks).astype(np.int64), least)
+        order = np.argsort(-self.tokens[samples], kind="stable")
+        return [samples[order[owner[order] == rank]] for rank in range(len(split))]
+
+
+def shares_by_cost(ticks: Ints, least: Sequence[int]) -> Ints:
+    """The rank of each sample. ticks: that it takes on each rank, [ranks, samples]. least: samples of each
+    rank. Raises InputError for fewer samples than these.
+    """
+    ranks, count = ticks.shape
+    minima = np.asarray(least, np.int64)
+    if count < minima.sum():
+        raise InputError("shares", "samples", str(count), f"{minima.sum()}, the least of all ranks, or more")
+    owner = _first_shares(ticks, minima)
+    for _ in range(MOST_MOVES * ranks):
+        if not _improved(ticks, minima, owner):
             break
-    return [np.flatnonzero(owner == rank).tolist() for rank in range(len(speed))]
-
-
-def _check(cost: Floats, speed: Floats, limit: npt.NDArray[np.int64]) -> None:
-    for name, values in (("costs", cost), ("speeds", speed)):
-        if not (np.isfinite(values) & (values >= 0)).all():
-            raise InputError(
-                "shares", name, "one that is negative or not finite", "finite numbers of at least 0"
-            )
-    used = int((speed > 0).sum())
-    if not used or len(cost) < used:
-        raise InputError("shares", "costs", f"{len(cost)} samples", f"one for each of {used} ranks, or more")
-    if int(limit.sum()) < len(cost) or (limit[speed > 0] < 1).any():
-        found = f"{len(cost)} samples, and room for {int(limit.sum())}"
-        raise InputError("shares", "most", found, "room for every sample, and one on each rank")
-
-
-def _first_shares(cost: Floats, speed: Floats, limit: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The owner of each sample, the dearest first: the rank that would finish it first."""
-    owner, load, count = np.empty(len(cost), np.int64), np.zeros(len(speed)), np.zeros(len(speed), np.int64)
-    empty = int((speed > 0).sum())
-    pace = np.where(speed > 0, speed, 1.0)
-    for place, sample in enumerate(np.argsort(-cost, kind="stable")):
-        end = np.where(count < limit, (load + cost[sample]) / pace, np.inf)
-        if len(cost) - place <= empty:  # the rest goes to ranks that have none yet
-            end = np.where(count == 0, end, np.inf)
-        rank = int(np.argmin(end))
-        empty -= int(count[rank] == 0)
-        owner[sample] = rank
-        load[rank] += cost[sample]
-        count[rank] += 1
     return owner
 
 
-def _improved(
-    cost: Floats, speed: Floats, limit: npt.NDArray[np.int64], owner: npt.NDArray[np.int64]
-) -> bool:
-    """Move a sample from the rank that ends last, or exchange it with a cheaper one, if the later of the two
-    then ends sooner than before: the best such change.
+def equal_parts(costs: npt.NDArray[np.float64], parts: int) -> list[tuple[int, int]]:
+    """Ranges of costs in a row, each of one or more, whose sums are about equal."""
+    ends = np.searchsorted(np.cumsum(costs) - costs / 2, costs.sum() * np.arange(1, parts) / parts)
+    cuts = [0, *ends.tolist(), len(costs)]
+    for k in range(1, parts):
+        cuts[k] = min(max(cuts[k], cuts[k - 1] + 1), len(costs) - parts + k)
+    return list(pairwise(cuts))
+
+
+def least_longest(ticks: Ints) -> float:
+    """A time below which no shares end: that of the dearest sample where it is fastest, or that of all
+    samples in any parts, bounded by prices on the ranks' time (weak duality).
     """
-    ranks = np.flatnonzero(speed > 0)
-    load = np.bincount(owner, cost, len(speed))
-    count = np.bincount(owner, minlength=len(speed))
-    end = load[ranks] / speed[ranks]
-    if end.max() <= (1 + LEVEL) * cost.sum() / speed.sum():
+    prices = 1 / ticks.sum(axis=1)
+    together = (ticks * (prices / prices.sum())[:, None]).min(axis=0).sum()
+    return max(float(ticks.min(axis=0).max()), float(together))
+
+
+def _first_shares(ticks: Ints, least: Ints) -> Ints:
+    """The rank of each sample, the dearest first: the one that would finish it first."""
+    ranks, count = ticks.shape
+    owner, load, lacking = np.empty(count, np.int64), np.zeros(ranks, np.int64), least.copy()
+    open_places = int(lacking.sum())
+    for place, sample in enumerate(np.argsort(-ticks.min(axis=0), kind="stable").tolist()):
+        end = load + ticks[:, sample]
+        if count - place <= open_places:  # the rest goes to ranks that have too few
+            end[lacking <= 0] = np.iinfo(np.int64).max
+        rank = int(end.argmin())
+        owner[sample] = rank
+        load[rank] += ticks[rank, sample]
+        open_places -= int(lacking[rank] > 0)
+        lacking[rank] -= 1
+    return owner
+
+
+def _improved(ticks: Ints, least: Ints, owner: Ints) -> bool:
+    """Move a sample from the rank that ends last, or exchange it with another's, if the later of the two then
+    ends sooner than before: the best such change.
+    """
+    ranks, count = ticks.shape
+    own = ticks[owner, np.arange(count)]
+    load = np.zeros(ranks, np.int64)
+    np.add.at(load, owner, own)
+    last = int(load.argmax())
+    if load[last] <= (1 + LEVEL) * load.mean():
         return False
-    last = int(ranks[np.argmax(end)])
-    best, change = float(end.max()) * (1 - GAIN), None
-    mine = np.flatnonzero(owner == last)
-    for rank in ranks[ranks != last].tolist():
-        theirs = np.flatnonzero(owner == rank)
-        moved = cost[mine][:, None] - np.concatenate([cost[theirs], [0.0]])[None, :]  # the last: to nothing
-        after = np.maximum((load[last] - moved) / speed[last], (load[rank] + moved) / speed[rank])
-        if count[last] == 1 or count[rank] >= limit[rank]:
-            after[:, -1] = np.inf
-        k, m = np.unravel_index(int(np.argmin(after)), after.shape)
-        if after[k, m] < best:
-            best = float(after[k, m])
-            change = int(mine[k]), rank, int(theirs[m]) if m < len(theirs) else None
-    if change is None:
+    mine, theirs = np.flatnonzero(owner == last), np.flatnonzero(owner != last)
+    without = load[last] - own[mine]
+    moved = np.maximum(without, load[:, None] + ticks[:, mine])  # [ranks, mine]
+    moved[last] = np.iinfo(np.int64).max
+    if len(mine) <= least[last]:
+        moved[:] = np.iinfo(np.int64).max
+    best, change = int(moved.min()), divmod(int(moved.argmin()), len(mine))
+    other = None
+    if len(theirs):
+        of = owner[theirs]
+        after = np.maximum(
+            without + ticks[last, theirs][:, None], (load[of] - own[theirs])[:, None] + ticks[of][:, mine]
+        )
+        if (found := int(after.min())) < best:
+            best, (other, sample) = found, divmod(int(after.argmin()), len(mine))
+            change = int(of[other]), sample
+    if best >= load[last]:
         return False
-    sample, rank, other = change
-    owner[sample] = rank
+    rank, place = change
+    owner[mine[place]] = rank
     if other is not None:
-        owner[other] = last
+        owner[theirs[other]] = last
     return True

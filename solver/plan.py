@@ -593,5 +593,6 @@ def _plan_worker(
         throttle=rank.profile.device.throttle,
         max_accumulation=rank.group.max_accumulation,
         required=rank.group.required,
+        length_cost=rank.profile.lengths.cost if rank.profile.lengths else None,
         **_bounds(rank.group, rank.profile, rank.fit),
     )

@@ -17,6 +17,7 @@ from pyps.formats import (
     Cluster,
     Fit,
     Forecast,
+    LengthMoments,
     NoiseForecast,
     Plan,
     PlanWorker,
@@ -25,6 +26,7 @@ from pyps.formats import (
     Sharding,
     WorkerGroup,
 )
+from pyps.solver.lengths import SampleLengths
 from pyps.solver.shards import GATHERED, ModelState, of_shard
 
 ALL_REDUCE, GATHERS = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
@@ -58,9 +60,21 @@ def _scaled_fit(fit: Fit, factor: int) -> Fit:
     )
 
 
+def tokens_worth(profile: Profile, lengths: LengthMoments | SampleLengths | None) -> int | None:
+    """Return what a sample of the profile counts in tokens: of average cost, where the data's lengths are
+    given and the profile knows the cost of each. None: the profile does not say how long its samples were.
+    """
+    tokens = profile.model.tokens_per_sample
+    if lengths is None or profile.lengths is None or tokens is None:
+        return tokens
+    cost = profile.lengths.cost
+    average = cost.mean(lengths.mean, lengths.mean_square)
+    return max(1, round(float(cost.seconds(tokens)) / average * lengths.mean))
+
+
 def units_each(cluster: Cluster, profile: Profile) -> int:
     """Return what a sample of a profile counts, in the job's unit."""
-    return 1 if cluster.job.unit == "samples" else profile.model.tokens_per_sample or 1
+    return 1 if cluster.job.unit == "samples" else tokens_worth(profile, cluster.job.lengths) or 1
 
 
 def sample_multiple(cluster: Cluster, group: WorkerGroup, profile: Profile) -> int:
@@ -86,11 +100,14 @@ def of_one_rank(
         group = msgspec.structs.replace(group, min_batch=max(group.min_batch or 1, least))
     if cluster.job.unit == "samples":
         return group, profile
-    tokens = profile.model.tokens_per_sample
+    tokens = tokens_worth(profile, cluster.job.lengths)
+    if cluster.job.lengths is not None and profile.lengths is None:
+        expected = "the cost of lengths, as job.lengths is set: pyps-profile --lengths"
+        raise InputError(group.profile, "lengths", "nothing", expected)
     if tokens is None:
         expected = 'the tokens of a sample, as job.unit is "tokens" (1: its batches count tokens)'
         raise InputError(group.profile, "model.tokens_per_sample", "nothing", expected)
-    multiple = lcm(group.batch_multiple, tokens)
+    multiple = lcm(group.batch_multiple, 1 if cluster.job.lengths is not None else tokens)
     return msgspec.structs.replace(group, batch_multiple=multiple), scaled(profile, tokens)
 
 

@@ -1,10 +1,14 @@
 """Sequences of unlike length among ranks: python benchmarks/outside/lengths.py [--seeds 20] [--save].
 
 `production` has the micro-batches of a job in production, whose sequences are unlike (traces/bytedance.csv),
-on ranks of one speed: as they were, and shared by cost, as many to each rank. The other rows draw lengths
-from a log-normal distribution, cut off at 4,096 tokens, for a cost whose attention takes half of the longest
-sequence's time; ranks get samples by their speed, in the order of the draw, or shared by cost with the same
-numbers of samples. Printed: the slowest rank's time over the mean, the mean over steps, and the worst step.
+on ranks of one speed: as they were, and shared by cost. The other rows draw lengths from a log-normal
+distribution, cut off at so many tokens, for a cost whose attention takes half of the time of a sequence of
+4,096; a round has 16 samples a rank. Unlike ranks are 1, 2 or 4 times as slow, with attention that is 0.5 to
+2 times as slow again. Ranks get samples in the order of the draw, as many as their share, or by cost.
+
+Printed: the slowest rank's time over the mean, the mean over rounds, and the worst; the share of rounds with
+a sample that takes longer alone than the mean; and the worst time over the least that any shares could take,
+as far as that is known.
 """
 
 from __future__ import annotations
@@ -17,46 +21,80 @@ from pathlib import Path
 import numpy as np
 from planners import record
 
-from pyps.solver.lengths import LengthCost, shares_by_cost
+from pyps.formats import LengthCost
+from pyps.solver.lengths import SampleLengths, least_longest, shares_by_cost
 from pyps.torch.schedule import proportional_split
 
 TRACE = Path(__file__).resolve().parent / "traces" / "bytedance.csv"
-LONGEST = 4096
-COST = LengthCost(1e-3, 1e-5, 1e-5 / LONGEST)
-CLUSTERS = {
-    "8 alike, 128 samples": ((1.0,) * 8, 128),
-    "4 and 4 half as fast, 96": ((1.0,) * 4 + (0.5,) * 4, 96),
-    "1, 2 and 4 times as slow, 64": ((1.0, 1.0, 0.5, 0.25), 64),
-    "8 alike, 32 samples": ((1.0,) * 8, 32),
-}
+RANKS = 8, 16, 32, 64
+PER_RANK = 16  # samples of a round
+HALF = 4096  # tokens of which attention takes half
+SPREADS = (0.6, 2048), (1.0, 2048), (1.0, 8192), (1.4, 8192), (1.4, 32768)  # of the logarithm; the longest
+ROUNDS = 2  # of a draw
+
+Found = tuple[float, float, float, bool]  # in order, by cost, that over the bound, whether one is too long
 
 
-def production() -> Iterator[list[list[float]]]:
-    """The seconds of each rank's micro-batches, by step."""
+def production() -> Iterator[Found]:
+    """The micro-batches of each step, whose seconds are known, shared anew."""
     steps: dict[str, dict[str, list[float]]] = {}
     with open(TRACE, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
             steps.setdefault(row["step"], {}).setdefault(row["rank"], []).append(float(row["seconds"]))
-    yield from (list(ranks.values()) for ranks in steps.values())
+    for ranks in steps.values():
+        ticks = np.tile(np.rint(1e9 * np.concatenate([*ranks.values()])).astype(np.int64), (len(ranks), 1))
+        yield judged(ticks, [len(one) for one in ranks.values()])
 
 
-def slowest(shares: Sequence[Sequence[int]], costs: np.ndarray, speeds: Sequence[float]) -> float:
+def drawn(spread: float, longest: int, ranks: int, unlike: bool, seed: int) -> Iterator[Found]:
+    draw = np.random.default_rng(seed)
+    count = ranks * PER_RANK
+    tokens = np.clip(draw.lognormal(6.0, spread, ROUNDS * count), 16, longest).astype(np.int64)
+    known = SampleLengths(tokens, len(tokens))
+    factors = draw.uniform(0.5, 2, ranks) if unlike else np.ones(ranks)
+    costs = [
+        LengthCost(fixed_seconds=1e-4, per_token_seconds=1e-5, per_square_seconds=1e-5 / HALF * f)
+        for f in factors
+    ]
+    speeds = draw.choice([4, 2, 1], ranks).tolist() if unlike else [1] * ranks
+    split = proportional_split(round(count * known.mean), tuple(speeds))
+    for first in range(0, len(tokens), count):
+        worth = [
+            known.tokens_worth(cost, np.arange(first, first + count)) / share
+            for cost, share in zip(costs, split, strict=True)
+        ]
+        yield judged(np.rint(2**40 * np.array(worth)).astype(np.int64), proportional_split(count, split))
+
+
+def judged(ticks: np.ndarray, counts: Sequence[int]) -> Found:
+    """ticks: of each sample on each rank. counts: the samples of each rank in order."""
+    ranks = len(ticks)
+    in_order = slowest(ticks, np.repeat(np.arange(ranks), counts))
+    owner = shares_by_cost(ticks, [1] * ranks)
+    ends = np.array([row[owner == rank].sum() for rank, row in enumerate(ticks)])
+    too_long = ticks.min(axis=0).max() > ends.mean()
+    return in_order, slowest(ticks, owner), float(ends.max() / least_longest(ticks)), bool(too_long)
+
+
+def slowest(ticks: np.ndarray, owner: np.ndarray) -> float:
     """The longest time of a rank over the mean."""
-    seconds = np.array([costs[list(one)].sum() for one in shares]) / np.array(speeds)
-    return float(seconds.max() / seconds.mean())
+    ends = np.array([row[owner == rank].sum() for rank, row in enumerate(ticks)])
+    return float(ends.max() / ends.mean())
 
 
-def tried(costs: np.ndarray, counts: Sequence[int], speeds: Sequence[float]) -> tuple[float, float]:
-    """The slowest over the mean: in order, and shared by cost."""
-    ends = np.cumsum(counts)
-    in_order = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    by_cost = shares_by_cost(costs, speeds, counts)
-    return slowest(in_order, costs, speeds), slowest(by_cost, costs, speeds)
-
-
-def row(name: str, found: Sequence[tuple[float, float]]) -> list[str]:
-    before, after = np.array(found).T
-    return [name, str(len(found)), f"{before.mean():.3f}", f"{after.mean():.3f}", f"{after.max():.3f}"]
+def row(name: str, ranks: str, found: Sequence[Found]) -> list[str]:
+    before, after, over, too_long = np.array(found, np.float64).T
+    fits = after[too_long == 0]
+    return [
+        name,
+        ranks,
+        f"{before.mean():.3f}",
+        f"{after.mean():.3f}",
+        f"{after.max():.3f}",
+        f"{too_long.mean():.0%}",
+        f"{fits.max():.3f}" if len(fits) else "",
+        f"{over.max():.3f}",
+    ]
 
 
 def main() -> None:
@@ -66,18 +104,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    real = [
-        tried(np.concatenate(ranks), [len(one) for one in ranks], [1.0] * len(ranks))
-        for ranks in production()
+    rows = [
+        ["lengths", "ranks", "in order", "by cost", "worst", "one too long", "worst of others", "over bound"],
+        row("production", "4 alike", list(production())),
     ]
-    rows = [["samples", "steps", "in order", "by cost", "worst step"], row("production", real)]
-    for name, (speeds, total) in CLUSTERS.items():
-        found = []
-        for seed in range(options.seeds):
-            draw = np.random.default_rng(seed).lognormal(6.0, 1.0, total)
-            counts = proportional_split(total, tuple(round(100 * s) for s in speeds))
-            found.append(tried(COST.seconds(np.clip(draw, 16, LONGEST)), counts, speeds))
-        rows.append(row(name, found))
+    for spread, longest in SPREADS:
+        for ranks in RANKS:
+            for unlike in (False, True):
+                found = [
+                    one
+                    for seed in range(options.seeds)
+                    for one in drawn(spread, longest, ranks, unlike, seed)
+                ]
+                name = f"spread {spread}, to {longest:,}"
+                rows.append(row(name, f"{ranks} {'unlike' if unlike else 'alike'}", found))
     text = f"{record.machine()}. {options.seeds} seeds.\n\n{record.table(rows)}"
     print(text)
     if options.save:

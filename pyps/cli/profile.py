@@ -120,6 +120,9 @@ def measure(
     repeats: Repeats = REPEATS,
     max_step_seconds: MaxStepSeconds = MAX_STEP_SECONDS,
     seconds: MostSeconds = SECONDS,
+    lengths: Annotated[
+        str | None, typer.Option(help="Measure what samples of these tokens cost, too, as in 128,512,2048.")
+    ] = None,
     throttle: ThrottleFactor = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for torch; default: torch's own.")] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or f16: mixed precision.")] = None,
@@ -159,9 +162,10 @@ def measure(
         options=_step_options(autocast, accumulate, compiled),
         memory_budget=_budget_bytes(memory_budget),
         seconds=seconds,
+        lengths=None if lengths is None else _parse_whole("--lengths", lengths),
         notify=note,
     )
-    first = None if batches is None else _parse_batches(batches)
+    first = None if batches is None else _parse_whole("--batches", batches)
     if new_cluster is not None and global_batch is not None:
 
         def whole(name: str, sizes: Sequence[int] | None) -> Profile:
@@ -272,10 +276,10 @@ def _targets(
     return [(name, base and base.with_stem(f"{base.stem}-{name.replace(':', '')}")) for name in names]
 
 
-def _parse_batches(text: str) -> list[int]:
+def _parse_whole(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"-?\d{1,12}", part) for part in parts):
-        raise InputError("--batches", "", repr(text), "whole numbers with commas between, as in 1,2,4,8")
+        raise InputError(option, "", repr(text), "whole numbers with commas between, as in 1,2,4,8")
     return [int(part) for part in parts]
 
 

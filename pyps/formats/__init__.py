@@ -25,6 +25,7 @@ from pyps.formats.cluster import (
     Host,
     Jitter,
     Job,
+    LengthMoments,
     Limits,
     Quantization,
     Sharding,
@@ -61,6 +62,9 @@ from pyps.formats.profile import (
     Device,
     Fit,
     GradientNoiseRecord,
+    LengthCost,
+    LengthPoint,
+    Lengths,
     Link,
     Memory,
     ModelInfo,
@@ -93,6 +97,10 @@ __all__ = [
     "HpsEstimate",
     "Jitter",
     "Job",
+    "LengthCost",
+    "LengthMoments",
+    "LengthPoint",
+    "Lengths",
     "Limits",
     "Link",
     "Memory",
@@ -144,11 +152,11 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     return typed(str(path), raw, Profile, check_profile)
 
 
-def read_plan(path: str | os.PathLike[str], unit: Unit = "samples") -> Plan:
-    """Reads and checks a pyps.plan/1 file. unit: what the reader's batches count. Raises InputError."""
+def read_plan(path: str | os.PathLike[str], unit: Unit | None = "samples") -> Plan:
+    """Reads and checks a pyps.plan/1 file. unit: that batches count; None: any. Raises InputError."""
     raw = read_json(path, PLAN_SCHEMA)
     plan = typed(str(path), upgraded(raw), Plan, check_plan)
-    if plan.unit != unit:
+    if unit is not None and plan.unit != unit:
         raise InputError(str(path), "unit", repr(plan.unit), f"a plan in {unit}")
     return plan
 

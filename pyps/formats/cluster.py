@@ -101,19 +101,28 @@ Quantile = Annotated[float, Meta(gt=0, lt=1)]
 Available = Annotated[float, Meta(gt=0, le=1)]
 
 
+class LengthMoments(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The mean of the data's lengths, in tokens, and the mean of their squares."""
+
+    mean: Annotated[float, Meta(ge=1, le=MAX_BATCH)]
+    mean_square: Annotated[float, Meta(ge=1, le=float(MAX_BATCH) ** 2)]
+
+
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The samples of one iteration. quantile: plan for this quantile of an iteration's time.
 
     unit: what all batches of this file count. In tokens, a profile's batches are multiplied by its
-    model.tokens_per_sample. target: how many samples to train; the plan says how long they take, and their
-    price. deadline_hours: use the cheapest workers that train the target by then; budget: those that train it
-    soonest at that price. confidence: of keeping the deadline where workers may be taken away; null: it is
-    kept on average. price_per_kwh: of energy, which is then part of all prices.
+    model.tokens_per_sample; with `lengths`, the data's, by the tokens of average cost that it takes the time
+    of, which profiles measured with --lengths know. target: how many samples to train; the plan says how long
+    they take, and their price. deadline_hours: use the cheapest workers that train the target by then;
+    budget: those that train it soonest at that price. confidence: of keeping the deadline where workers may
+    be taken away; null: on average. price_per_kwh: of energy, which is then part of all prices.
     """
 
     global_batch: Batch
     quantile: Quantile | None = None
     unit: Unit = "samples"
+    lengths: LengthMoments | None = None
     target: Seconds | None = None
     deadline_hours: Above | None = None
     budget: Above | None = None
@@ -421,6 +430,12 @@ def _check_choices(where: str, cluster: Cluster) -> None:
 def _check_limits(where: str, cluster: Cluster) -> None:
     """Every worker must state a number for each limited quantity; a bounded job has a target."""
     job = cluster.job
+    if job.lengths is not None:
+        if job.unit != "tokens":
+            raise InputError(where, "job.unit", repr(job.unit), '"tokens", as job.lengths is set')
+        if job.lengths.mean_square < (1 - 1e-9) * job.lengths.mean**2:
+            expected = f"at least the square of the mean, {job.lengths.mean**2:g}"
+            raise InputError(where, "job.lengths.mean_square", f"{job.lengths.mean_square:g}", expected)
     if job.confidence is not None and job.deadline_hours is None:
         raise InputError(where, "job.deadline_hours", "nothing", "hours, as job.confidence is set")
     for k, group in enumerate(cluster.worker):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Bytes, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
 from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
-from pyps.formats.profile import Fit, Memory
+from pyps.formats.profile import Fit, LengthCost, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
 MAX_TURN_SECONDS = 1e6  # as in csrc/policy/config.h
@@ -59,7 +59,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run keeps too. mode: how it runs in the plan's mode; of a plan that names none, what `pyps run --pipeline`
     and `--codec plan` take: what hides its transfers within the error budget. null: its link is not known.
     share: of the sharded state that the rank holds; null: the plan has no [sharding], or several copies.
-    bytes: by kind; max_batch and memory then are what its share leaves.
+    bytes: by kind; max_batch and memory then are what its share leaves. length_cost: of its profile.
     """
 
     rank: Share
@@ -81,6 +81,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: WorkerMode | None = None
     share: Fraction | None = None
     bytes: RankBytes | None = None
+    length_cost: LengthCost | None = None
 
     @property
     def most_at_once(self) -> int:

@@ -5,7 +5,7 @@ noise.
 from __future__ import annotations
 
 from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -76,6 +76,44 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     budget_bytes: Bytes
 
 
+class LengthCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The seconds that a sample of n tokens adds to a step: fixed + per_token n + per_square n^2."""
+
+    fixed_seconds: Elapsed = 0.0
+    per_token_seconds: Elapsed = 0.0
+    per_square_seconds: Elapsed = 0.0
+
+    def seconds(self, tokens: Any) -> Any:
+        """Return those of a sample of so many tokens, or of each of an array."""
+        return self.fixed_seconds + tokens * (self.per_token_seconds + tokens * self.per_square_seconds)
+
+    def mean(self, tokens: float, squares: float) -> float:
+        """Return those of samples with this mean, and this mean of the squares, of their tokens."""
+        return self.fixed_seconds + self.per_token_seconds * tokens + self.per_square_seconds * squares
+
+
+class LengthPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step of `batch` samples of so many tokens: its median seconds, and its peak memory."""
+
+    tokens: Batch
+    batch: Batch
+    seconds: Seconds
+    peak_bytes: Bytes
+
+
+class Lengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What samples of unlike length cost. A step takes step_seconds and the cost of each of its samples, and
+    holds fixed_bytes and, of each sample, per_token_bytes n + per_square_bytes n^2.
+    """
+
+    cost: LengthCost
+    step_seconds: Elapsed
+    fixed_bytes: Bytes
+    per_token_bytes: Elapsed
+    per_square_bytes: Elapsed
+    points: Annotated[list[LengthPoint], Meta(min_length=1)]
+
+
 class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cost model T(b) = max(t0, c + a*b), or a nondecreasing polygon through a table of (batch, seconds).
 
@@ -118,7 +156,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measurements of one device with one model; the planner fits the points if `fit` is absent.
 
     min_batch: the fewest samples that the model trains on, 2 with batch normalization; every batch of a plan
-    has as many. null: one.
+    has as many. null: one. lengths: measured with samples of several lengths.
     """
 
     schema: Literal["pyps.profile/1"] = "pyps.profile/1"
@@ -130,6 +168,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_batch: Batch | None = None
     memory: Memory | None = None
     fit: Fit | None = None
+    lengths: Lengths | None = None
     link: Link | None = None
     clocks: list[str] | None = None  # why a GPU ran below its clocks while it was timed
 

@@ -58,8 +58,8 @@ def transformer(seed: int = 0) -> TrainingTask:
     with _seeded(seed):
         model = _causal_transformer(vocabulary, tokens, width=128, heads=4, blocks=2)
 
-    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        text = torch.randint(vocabulary, (batch, tokens + 1), generator=torch.Generator().manual_seed(seed))
+    def make_batch(batch: int, length: int = tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
         return text[:, :-1], text[:, 1:]
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

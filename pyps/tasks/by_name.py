@@ -150,9 +150,9 @@ def transformers_task(name: str) -> TrainingTask:
         raise InputError("model", "transformers", f"{name!r}: {error}".splitlines()[0], expected) from None
     import torch
 
-    def make_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_batch(batch: int, length: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
         draws = torch.Generator().manual_seed(batch)
-        text = torch.randint(config.vocab_size, (batch, TOKENS + 1), generator=draws)
+        text = torch.randint(config.vocab_size, (batch, length + 1), generator=draws)
         return text[:, :-1], text[:, 1:]
 
     def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pyps.errors import needed
 if TYPE_CHECKING:
     import torch
 
-MakeBatch = Callable[[int], tuple[Any, Any]]
+MakeBatch = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TrainingTask:
 
     model: the network, on the CPU, in fp32; the caller moves it to a device.
     make_batch: batch -> (inputs, targets), each a tensor or a tuple, list or dict of tensors on the CPU
-        whose first dimension is `batch`; called outside the timed step.
+        whose first dimension is `batch`; called outside the timed step. (batch, length) for lengths.
     loss: (outputs, targets) -> a scalar tensor, the *mean* over the batch's samples.
     optimizer: parameters -> torch optimizer; SGD with momentum 0.9 by default.
     """

@@ -15,7 +15,7 @@ from pyps.torch.initial_split import agreed_split
 from pyps.torch.noise import GradientNoise
 from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.rebalance import Rebalancer, to_sink
-from pyps.torch.sampler import UnevenBatchSampler, UnevenCostSampler, UnevenGroupSampler
+from pyps.torch.sampler import UnevenBatchSampler, UnevenGroupSampler
 from pyps.torch.stream import UnevenIterableDataset
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Rebalancer",
     "SplitChange",
     "UnevenBatchSampler",
-    "UnevenCostSampler",
     "UnevenGroupSampler",
     "UnevenIterableDataset",
     "UnevenStep",

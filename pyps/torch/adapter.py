@@ -178,7 +178,7 @@ class UnevenRun:
             sampler.first_epoch = state["epoch"]
         if self.loader is not None and hasattr(self.loader, "iteration"):
             self.loader.iteration = state["epoch"]
-        if len(own) != len(sampler.split) or sum(state["changes"][0][2]) != sampler.global_batch:
+        if len(own) != len(sampler.split) or sum(state["changes"][0][2]) != sum(sampler.split):
             return
         for epoch, number, split in state["changes"]:
             sampler.replan(split, *max((epoch, number), (sampler.epoch, 0)))

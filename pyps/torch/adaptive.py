@@ -73,8 +73,8 @@ class AdaptiveBatch:
         if rule not in RULES:
             raise InputError("AdaptiveBatch", "rule", repr(rule), f"one of {', '.join(RULES)}")
         sampler = balance.sampler
-        if not isinstance(sampler, UnevenBatchSampler):
-            expected = "an UnevenBatchSampler: a stream's batch stays"
+        if not isinstance(sampler, UnevenBatchSampler) or sampler.lengths is not None:
+            expected = "an UnevenBatchSampler without lengths: other batches stay"
             raise InputError("AdaptiveBatch", "sampler", type(sampler).__name__, expected)
         if max_batch < sampler.global_batch:
             expected = f"at least the global batch, {sampler.global_batch}"

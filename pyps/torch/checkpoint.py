@@ -191,7 +191,7 @@ def load(
             _load_optimizer(where, optimizer, unpack(common["optimizer"], tensors))
         if sampler is not None:
             sampler.load_state_dict(common.get("sampler", {}))
-            if same_ranks and sum(common["changes"][0][2]) == sampler.global_batch:
+            if same_ranks and sum(common["changes"][0][2]) == sum(sampler.split):
                 for epoch, number, split in common["changes"]:
                     sampler.replan(split, epoch, number)
         rest = {

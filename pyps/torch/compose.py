@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from pyps.errors import InputError
-from pyps.formats import Profile
+from pyps.formats import LengthCost, Profile, read_profile
 from pyps.sharding import shard_optimizer
+from pyps.solver.lengths import SampleLengths
 from pyps.torch.checkpoint import load, save
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
@@ -122,6 +125,7 @@ def uneven(
     shares: Any = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     max_batch: int | None = None,
+    lengths: npt.ArrayLike | None = None,
     seed: int = 0,
     drop_last: bool = False,
     reduction: Literal["mean", "sum"] = "mean",
@@ -136,6 +140,7 @@ def uneven(
     global_batch: the samples of a step, of all ranks together. optimizer: of the model's parameters.
     shares: of the optimizer's state that each rank holds, as in shard_optimizer; by default each has all.
     profile, max_batch: of this rank's device, as in agreed_split. seed, drop_last: as in UnevenBatchSampler.
+    lengths: as there, with which max_batch counts tokens; each rank's profile may know what they cost.
     reduction, wire, scaler: as in GlobalMean. loading: of the DataLoader, such as num_workers and collate_fn.
     Raises InputError for a dataset without length, an optimizer of other parameters, a plan, and batch_size.
     """
@@ -153,12 +158,24 @@ def uneven(
     _check_optimizer(ddp, optimizer)
     if shares is not None:
         shard_optimizer(optimizer, shares, ddp.process_group)
-    split = agreed_split(global_batch, profile, max_batch=max_batch)
-    sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last)
+    known = None if lengths is None else SampleLengths(lengths, len(dataset))
+    total = global_batch if known is None else global_batch * known.each
+    split = agreed_split(total, profile, max_batch=max_batch, lengths=known)
+    costs = None if known is None else _agreed_costs(profile)
+    sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last, lengths=lengths, cost=costs)
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **loading)
     mean = GlobalMean(ddp, sampler, reduction=reduction, wire=wire, scaler=scaler)
     balance = Rebalancer(sampler, mean, profile, max_batch=max_batch)
     return ddp, loader, UnevenStep(ddp, optimizer, sampler, mean, balance)
+
+
+def _agreed_costs(profile: Profile | str | os.PathLike[str] | None) -> list[LengthCost | None]:
+    """What lengths cost on each rank, as the profiles say, which all ranks could read."""
+    if profile is not None and not isinstance(profile, Profile):
+        profile = read_profile(Path(profile))
+    every: list[LengthCost | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, profile.lengths.cost if profile and profile.lengths else None)
+    return every
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
+from pyps.solver.lengths import SampleLengths
 from pyps.solver.online.decide import Split, best_split
 from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import CostMessage
@@ -46,6 +47,7 @@ def agreed_split(
     *,
     max_batch: int | None = None,
     accumulate: int = 1,
+    lengths: SampleLengths | None = None,
     group: dist.ProcessGroup | None = None,
     peers: dist.ProcessGroup | None = None,
     timeout: float = DEADLINE_SECONDS,
@@ -56,6 +58,7 @@ def agreed_split(
     profile: of this rank's device. If no rank has one, the batches are equal, for a Rebalancer to improve.
     max_batch: the largest batch that fits this rank.
     accumulate: this rank's micro-batches, each of at least one sample.
+    lengths: with which B, max_batch and the split count tokens of average cost.
     group, peers: the ranks with different samples, by default all; and those that share this rank's, as in a
         tensor-parallel group, of which the first one's arguments count.
     timeout: seconds to wait for ranks that do not call this.
@@ -66,7 +69,7 @@ def agreed_split(
     consensus = Consensus("agreed_split", group, timeout=timeout, peers=peers)
     report, error = None, None
     try:
-        report = _report(global_batch, profile, max_batch, accumulate)
+        report = _report(global_batch, profile, max_batch, accumulate, lengths)
     except InputError as found:
         error = found
     consensus.agree(error)
@@ -87,6 +90,7 @@ def _report(
     profile: Profile | str | os.PathLike[str] | None,
     max_batch: int | None,
     accumulate: int,
+    lengths: SampleLengths | None,
 ) -> _Report:
     """This rank's report. Raises InputError for a wrong argument."""
     given = {"global_batch": global_batch, "max_batch": max_batch, "accumulate": accumulate}
@@ -94,7 +98,7 @@ def _report(
         optional = name == "max_batch" and number is None
         if not optional and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError("agreed_split", name, repr(number), "a whole number from 1")
-    prior, fits = prior_of(profile)
+    prior, fits = prior_of(profile, lengths)
     cost = CostMessage.of(prior) if prior else None
     return _Report(global_batch, accumulate, min(fits, max_batch or MAX_BATCH), cost)
 

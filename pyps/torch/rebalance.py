@@ -130,9 +130,10 @@ class Rebalancer:
         self.steps += 1
         self.mean.end_step(rounds)
         self.timer.finish(self._trained_batch())
-        for batch, whole in self.timer.finished():
-            seconds = whole / self.sampler.per_step
-            if batch is not None:
+        for trained, whole in self.timer.finished():
+            if trained is not None:
+                batch, factor = trained
+                seconds = factor * whole / self.sampler.per_step
                 self._device.hear(batch, seconds)
                 self.latest = batch, seconds
         asked, self.mean.asked = self.mean.asked, False
@@ -198,13 +199,15 @@ class Rebalancer:
         )
         return "\n".join(["rank  batch  own seconds  slowdown  waiting", *rows])
 
-    def _trained_batch(self) -> int | None:
-        """This rank's batch in the round that was just trained; None if its time is not to be used."""
+    def _trained_batch(self) -> tuple[int, float] | None:
+        """This rank's batch in the round that was just trained, and the factor of its time; None if that is
+        not to be used.
+        """
         trained = self.sampler.last_round()
         if self.steps <= WARM_UP or trained is None:
             return None
-        size, own = trained
-        return own if size == self.sampler.global_batch else None
+        size, own, factor = trained
+        return (own, factor) if size == self.sampler.global_batch else None
 
     def _read(self, decision: SplitDecision) -> None:
         """A window's result is known."""
@@ -252,7 +255,7 @@ def _agreed_prior(
         if least < 1 or multiple < 1:
             found = f"{least} in steps of {multiple}"
             raise InputError("Rebalancer", "min_batch", found, "both at least 1")
-        prior, fits = prior_of(profile)
+        prior, fits = prior_of(profile, sampler.lengths)
         bounds = replace(bounds, most=min(fits, max_batch or MAX_BATCH))
         if sampler.batch > bounds.most:
             expected = f"at least the batch, {sampler.batch}"

@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pyps.errors import InputError
+from pyps.solver.lengths import SampleLengths
 from pyps.solver.online.decide import Split
 from pyps.torch.schedule import PlanLike, check_accumulation, read_split
 from pyps.torch.waiting import watch_fetches
@@ -108,6 +109,8 @@ class Rounds(ABC):
     described in UnevenBatchSampler.
     """
 
+    lengths: SampleLengths | None = None  # with which splits count tokens
+
     def __init__(self, plan: PlanLike, rank: int | None, accumulate: int | Sequence[int]) -> None:
         own, ranks = default_rank()
         self._splits: list[tuple[RoundIndex, Split]] = [
@@ -175,6 +178,13 @@ class Rounds(ABC):
     def round_samples(self, number: int) -> tuple[int, int] | None:
         """A recently trained round of this pass: its samples, and this rank's; None for any other."""
 
+    def round_work(self, number: int) -> tuple[int, int, float] | None:
+        """Return a round's samples, this rank's batch in what splits count, and by what to multiply its time
+        for that of samples of average cost; as round_samples().
+        """
+        known = self.round_samples(number)
+        return None if known is None else (*known, 1.0)
+
     @abstractmethod
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
         """The position after `rounds` rounds of this pass; by default, those whose steps have ended."""
@@ -204,11 +214,11 @@ class Rounds(ABC):
         ]
         return [(self.epoch, 0, self._split_at(now)), *later]
 
-    def last_round(self) -> tuple[int, int] | None:
-        """The samples of the latest trained round, and this rank's; None if they are not known any more."""
+    def last_round(self) -> tuple[int, int, float] | None:
+        """Return round_work() of the latest trained round; None if it is not known any more."""
         return self._last_round
 
-    _last_round: tuple[int, int] | None = None
+    _last_round: tuple[int, int, float] | None = None
 
     def samples_now(self) -> int | None:
         """This rank's samples of the round that is computed now; None where that is not known."""
@@ -246,7 +256,7 @@ class Rounds(ABC):
         if done == self.trained:
             return
         self.per_step, self.trained = done - self.trained, done
-        self._last_round = self.round_samples(done - 1)
+        self._last_round = self.round_work(done - 1)
         if self.rounds is not None and done >= self.rounds:
             self._begin_epoch(self.epoch + 1)
 
@@ -338,7 +348,7 @@ class Rounds(ABC):
         import torch.distributed as dist
 
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if grouped and not _weighted and len(set(self.split)) > 1:
+        if grouped and not _weighted and (self.lengths is not None or len(set(self.split)) > 1):
             warnings.warn(
                 f"batches {list(self.split)} differ, but no GlobalMean is in use: "
                 "the average over ranks is not the gradient of all samples",

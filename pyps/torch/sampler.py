@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence, Sized
 from itertools import accumulate as running_sums
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -21,15 +22,16 @@ import numpy.typing as npt
 from torch.utils.data import BatchSampler, Sampler
 
 from pyps.errors import InputError
-from pyps.solver.lengths import shares_by_cost
+from pyps.formats import LengthCost
+from pyps.solver.lengths import SampleLengths, equal_parts
 from pyps.solver.online.decide import Split
 from pyps.torch.rounds import Reader, RoundIndex, Rounds, loader_of_caller
 from pyps.torch.schedule import (
     PlanLike,
+    by_tokens,
     check_minima,
     check_replan,
     micro_batches,
-    proportional_split,
     rank_range,
     read_split,
     round_sizes,
@@ -37,6 +39,7 @@ from pyps.torch.schedule import (
 from pyps.worker.sampling import MAX_SEED, permutation
 
 OF_SAMPLES = BatchSampler.__iter__.__code__  # it makes batches of a sampler's samples
+KNOWN_ROUNDS = 256  # more than are handed out, but not trained
 TRAINED_ROUNDS = 100  # more than a DataLoader fetches ahead: by then some were trained
 
 
@@ -49,7 +52,12 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     seed, shuffle: the permutation of each epoch; without shuffle the samples come in order.
     drop_last: leave out samples that do not fill a round; otherwise the last round is planned too.
     accumulate: the number of micro-batches of a rank in a round, one number or one for each rank.
-    Raises InputError for a plan of another number of ranks, or a data set too small for all of them.
+    lengths: the tokens of each sample, [samples]. A round has the samples of B tokens on average, and each
+        rank gets those whose cost is its share, the longest first; splits then count tokens of average cost,
+        also those in `plan` if it gives batches by rank.
+    cost: of a length, for all ranks or for each; by default the plan's, or tokens where that knows none.
+    Raises InputError for a plan of another number of ranks, one in tokens without lengths, or a data set too
+    small for all of them.
     """
 
     def __init__(
@@ -62,9 +70,15 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
         accumulate: int | list[int] = 1,
+        lengths: npt.ArrayLike | None = None,
+        cost: LengthCost | Sequence[LengthCost | None] | None = None,
     ) -> None:
-        super().__init__(plan, rank, accumulate)
         self.length = _length_of(dataset)
+        self.lengths = None if lengths is None else SampleLengths(lengths, self.length)
+        if self.lengths is not None:
+            plan, self.costs = by_tokens(plan, self.lengths, cost)
+            self._costs_digest = self.lengths.digest(self.costs)
+        super().__init__(plan, rank, accumulate)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
         self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
@@ -72,8 +86,16 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._past: RoundIndex = (0, 0)
         self._loops = 0  # that have begun
         self._known_sizes: tuple[Any, list[int]] = (None, [])
-        self._ends: tuple[list[int], list[int]] = ([], [0])  # rounds' samples, their running sums
+        self._known_parts: dict[Any, npt.NDArray[np.int64]] = {}  # of the latest rounds, by length
+        self._ends: tuple[list[int], list[int]] = ([], [0])  # rounds' samples, and where they begin
         self._check_rounds(self.split)
+
+    costs: tuple[LengthCost, ...] = ()  # by rank
+    _costs_digest = ""
+
+    @property
+    def global_batch(self) -> int:
+        return self._samples_of(self.split)
 
     @property
     def sampler(self) -> UnevenBatchSampler:
@@ -99,8 +121,15 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         sizes = self.sizes()
         if not 0 <= number < len(sizes):
             return None
-        begin, end = self._range(self.epoch, number, sizes[number])
-        return sizes[number], end - begin
+        return sizes[number], len(self._part_now(number))
+
+    def round_work(self, number: int) -> tuple[int, int, float] | None:
+        found = super().round_work(number)
+        if found is None or self.lengths is None:
+            return found
+        worth = self.lengths.tokens_worth(self.costs[self.rank], self._part_now(number)).sum()
+        batch = self._split_at((self.epoch, number))[self.rank]
+        return found[0], batch, batch / float(worth)
 
     @property
     def is_read(self) -> bool:
@@ -133,42 +162,67 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
 
     def _batches(self, reader: Reader) -> Iterator[list[int]]:
         self._pass_begins()
-        order = self._order(reader.epoch)
-        first = reader.position
         self._loops += 1
         if self._loops == 2:
             self._warn_without_weights()
-        for number, size in enumerate(self._sizes_of(reader.epoch, reader.position)):
+        ends = self._ends_of(reader.epoch, reader.position)
+        for number, (first, last) in enumerate(pairwise(ends)):
             if self._loops == 1 and number == TRAINED_ROUNDS:
                 self._warn_without_weights()
             reader.drawn = number + 1
-            begin, end = self._range(reader.epoch, number, size)
             if number >= reader.skipped:
-                for batch in self._cut(order[first + begin : first + end]):
+                for batch in self._cut(self._part(reader.epoch, number, first, last)):
                     reader.items += 1
                     yield batch
-            first += size
 
-    def _range(self, epoch: int, number: int, size: int) -> tuple[int, int]:
-        """This rank's samples among those of a round: from, to."""
+    def _part_now(self, number: int) -> Any:
+        """This rank's samples of a round of the pass in training."""
+        ends = self._ends_of(self.epoch, self.position)
+        return self._part(self.epoch, number, ends[number], ends[number + 1])
+
+    def _part(self, epoch: int, number: int, first: int, last: int) -> Any:
+        """This rank's samples of a round that has these of the epoch."""
         split = (
             self._next if epoch > self.epoch and self._next is not None else self._split_at((epoch, number))
         )
-        return rank_range(size, split, self.rank, self._min_batches)
+        if self.shuffle:
+            samples = permutation(self.seed, epoch, self.length)[first:last]
+        else:
+            samples = np.arange(first, last)
+        if self.lengths is None:
+            begin, end = rank_range(last - first, split, self.rank, self._min_batches)
+            return samples[begin:end]
+        key = epoch, first, last, split
+        if key not in self._known_parts:
+            shares = self.lengths.shares(samples, split, self.costs, self._min_batches)
+            self._known_parts[key] = shares[self.rank]
+            if len(self._known_parts) > KNOWN_ROUNDS:
+                del self._known_parts[next(iter(self._known_parts))]
+        return self._known_parts[key]
 
-    def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:
-        """This rank's part of a round in its micro-batches."""
-        for low, high in micro_batches(0, len(part), self.accumulation):
+    def _cut(self, part: Any) -> Iterator[list[int]]:
+        """This rank's part of a round in its micro-batches; by length, of about equal cost."""
+        if self.lengths is None:
+            cuts = micro_batches(0, len(part), self.accumulation)
+        else:
+            cuts = equal_parts(self.lengths.tokens_worth(self.costs[self.rank], part), self.accumulation)
+        for low, high in cuts:
             yield [int(k) for k in part[low:high]]
+
+    def _ends_of(self, epoch: int, position: int) -> list[int]:
+        """Where the rounds of a pass begin in the epoch, and where the last one ends."""
+        sizes = self._sizes_of(epoch, position)
+        if self._ends[0] is not sizes:
+            self._ends = sizes, list(running_sums(sizes, initial=position))
+        return self._ends[1]
 
     def _fields(self, reader: Reader | None, rounds: int) -> dict[str, Any]:
         epoch, position = (self.epoch, self.position) if reader is None else (reader.epoch, reader.position)
-        sizes = self._sizes_of(epoch, position)
-        if self._ends[0] is not sizes:
-            self._ends = sizes, list(running_sums(sizes, initial=0))
+        ends = self._ends_of(epoch, position)
         return {
             "epoch": epoch,
-            "position in the epoch": position + self._ends[1][min(rounds, len(sizes))],
+            "position in the epoch": ends[min(rounds, len(ends) - 1)],
+            "lengths and their costs": self._costs_digest,
             "split": self._split_at((epoch, max(0, rounds - 1))),
             "seed": (self.seed, self.shuffle),
             "samples of an epoch": (self.length, self.drop_last),
@@ -221,7 +275,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     @property
     def next_batch(self) -> int:
         """B of the next epoch."""
-        return sum(self._next or self.latest_split)
+        return self._samples_of(self._next or self.latest_split)
 
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
         """The position after `rounds` trained rounds of the epoch, counted since it began or was loaded.
@@ -252,7 +306,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler state", "epoch, seed", repr((epoch, seed)), "whole numbers from 0")
         if not isinstance(position, int) or not 0 <= position <= self.length:
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
-        round_sizes(self.length - position, self.split, self._min_batches, self.drop_last)
+        self._round_sizes(self.length - position, self.split)
         self.seed, self._past = seed, (0, 0)
         self._resumed(epoch, position)
         if position == self.length:
@@ -280,7 +334,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         split = self._next if epoch > self.epoch and self._next is not None else self._splits[0][1]
         key = position, sum(split), sum(self._min_batches)
         if self._known_sizes[0] != key:
-            sizes = round_sizes(self.length - position, split, self._min_batches, self.drop_last)
+            sizes = self._round_sizes(self.length - position, split)
             self._known_sizes = key, sizes
         return self._known_sizes[1]
 
@@ -289,8 +343,11 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         if self._next is not None:
             self._splits, self._next = [((epoch, 0), self._next)], None
 
-    def _order(self, epoch: int) -> Any:
-        return permutation(self.seed, epoch, self.length) if self.shuffle else range(self.length)
+    def _round_sizes(self, samples: int, split: Split) -> list[int]:
+        return round_sizes(samples, (self._samples_of(split),), self._min_batches, self.drop_last)
+
+    def _samples_of(self, split: Split) -> int:
+        return sum(split) if self.lengths is None else round(sum(split) / self.lengths.each)
 
     def _check(self) -> None:
         if self.length < 1:
@@ -300,54 +357,13 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
 
     def _check_rounds(self, split: Split) -> None:
         """Raise InputError for an epoch without a round."""
-        if not round_sizes(self.length, split, self._min_batches, self.drop_last):
-            expected = f"at least {sum(split)}, the global batch, with drop_last"
+        batch = self._samples_of(split)
+        if batch < sum(self._min_batches):  # only in tokens
+            expected = f"{sum(self._min_batches)} samples of {self.lengths and self.lengths.each} or more"
+            raise InputError("sampler", "plan", f"{sum(split)} tokens, as lengths= is given", expected)
+        if not self._round_sizes(self.length, split):
+            expected = f"at least {batch}, the global batch, with drop_last"
             raise InputError("sampler", "dataset", f"{self.length} samples", expected)
-
-
-class UnevenCostSampler(UnevenBatchSampler):
-    """UnevenBatchSampler for samples of unlike cost, such as sequences of unlike length.
-
-        cost = LengthCost.fitted(tokens=[128, 1024, 4096], seconds=[0.011, 0.052, 0.31])
-        sampler = UnevenCostSampler(dataset, "plan.json", costs=cost.seconds(lengths))
-
-    Within each round the samples are shared among ranks by their cost, so that these end together; a round
-    has the samples, and a rank the number of them, as without costs.
-    costs: of each sample of the data set, in any unit; the same on all ranks. The other arguments are
-    UnevenBatchSampler's. Shares follow the split that is in force when a pass begins. Raises InputError for
-    costs that are not as many as the samples, not finite, or negative.
-    """
-
-    def __init__(
-        self,
-        dataset: Sized | int,
-        plan: PlanLike,
-        rank: int | None = None,
-        *,
-        costs: npt.ArrayLike,
-        **more: Any,
-    ) -> None:
-        super().__init__(dataset, plan, rank, **more)
-        self.costs = np.asarray(costs, np.float64)
-        if self.costs.shape != (self.length,):
-            expected = f"one for each of {self.length} samples"
-            raise InputError("sampler", "costs", f"{self.costs.size} numbers", expected)
-        if not (np.isfinite(self.costs) & (self.costs >= 0)).all():
-            raise InputError(
-                "sampler", "costs", "one that is negative or not finite", "finite numbers from 0"
-            )
-
-    def _order(self, *epoch: int) -> Any:
-        order = np.array(super()._order(*epoch))
-        first = self.position if epoch in ((), (self.epoch,)) else 0
-        split, least = self.split, self._min_batches
-        for size in round_sizes(self.length - first, split, least, self.drop_last):
-            part = order[first : first + size]
-            counts = proportional_split(size, split, least)
-            shares = shares_by_cost(self.costs[part], [float(batch) for batch in split], counts)
-            order[first : first + size] = part[np.concatenate(shares).astype(np.int64)]
-            first += size
-        return order
 
 
 class UnevenGroupSampler(UnevenBatchSampler):

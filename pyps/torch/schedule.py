@@ -18,23 +18,27 @@ from itertools import accumulate as running_sums
 from pathlib import Path
 
 from pyps.errors import InputError
-from pyps.formats import MAX_BATCH, Plan, read_plan
+from pyps.formats import MAX_BATCH, LengthCost, Plan, read_plan
+from pyps.solver.lengths import BY_TOKENS, SampleLengths
 from pyps.solver.online.decide import Split
 
 PlanLike = Plan | str | os.PathLike[str] | Sequence[int]
 
 
-def read_split(plan: PlanLike, ranks: int | None = None) -> Split:
+def read_split(plan: PlanLike, ranks: int | None = None, in_tokens: bool = False) -> Split:
     """The batches by rank, from a plan, a plan's file, or a sequence.
 
     Ranks count the workers that the plan uses, in order; a worker that it leaves out has no rank. Raises
-    InputError for a file that is no plan, a batch below 1, or a number of batches other than `ranks`.
+    InputError for a file that is no plan, one in tokens unless in_tokens, a batch below 1, or a number of
+    batches other than `ranks`.
     """
     if isinstance(plan, str | os.PathLike):
-        plan, where = read_plan(Path(plan)), str(plan)
+        plan, where = read_plan(Path(plan), None), str(plan)
     else:
         where = "plan"
     if isinstance(plan, Plan):
+        if plan.unit == "tokens" and not in_tokens:
+            raise InputError(where, "unit", '"tokens"', "lengths= of the samples, for a plan in tokens")
         batches = [worker.batch for worker in plan.workers if worker.batch]
         left_out = [worker.name for worker in plan.workers if not worker.batch]
     else:
@@ -51,6 +55,28 @@ def read_split(plan: PlanLike, ranks: int | None = None) -> Split:
         found = f"{len(batches)} with a batch{note}"
         raise InputError(where, "workers", found, f"{ranks}, as many as there are processes")
     return tuple(batches)
+
+
+def by_tokens(
+    plan: PlanLike, lengths: SampleLengths, cost: LengthCost | Sequence[LengthCost | None] | None
+) -> tuple[Split, tuple[LengthCost, ...]]:
+    """The split in tokens of a plan in tokens or samples, or of tokens by rank; and the cost of each rank.
+
+    Raises InputError where the plan knows the cost of some ranks alone, or there are not as many costs as
+    ranks.
+    """
+    if isinstance(plan, str | os.PathLike):
+        plan = read_plan(Path(plan), None)
+    split = read_split(plan, in_tokens=True)
+    known = list(cost) if isinstance(cost, Sequence) else [cost] * len(split)
+    if isinstance(plan, Plan):
+        split = split if plan.unit == "tokens" else tuple(batch * lengths.each for batch in split)
+        known = [worker.length_cost for worker in plan.workers if worker.batch] if cost is None else known
+    costs = [one for one in known if one is not None]
+    if len(known) != len(split) or len(costs) not in (0, len(known)):
+        found = f"{len(costs)} for {len(split)} ranks"
+        raise InputError("sampler", "cost", found, "one for each rank: profiles measured with --lengths")
+    return split, tuple(costs) or (BY_TOKENS,) * len(split)
 
 
 def check_replan(plan: PlanLike, split: Split, min_batches: Split) -> Split:

@@ -1,4 +1,4 @@
-"""Samples of unlike cost: each is shared once, counts and limits hold, and all ranks end nearly together."""
+"""Samples of unlike cost: each is shared once, on all hosts alike, and ranks end nearly together."""
 
 from __future__ import annotations
 
@@ -10,72 +10,132 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.errors import InputError
-from pyps.solver.lengths import LengthCost, shares_by_cost
+from pyps.formats import (
+    Cluster,
+    Device,
+    Job,
+    LengthCost,
+    LengthMoments,
+    LengthPoint,
+    Lengths,
+    ModelInfo,
+    Point,
+    Profile,
+    WorkerGroup,
+)
+from pyps.profiler import select_fit
+from pyps.solver.lengths import SampleLengths, equal_parts, least_longest, shares_by_cost
+from pyps.solver.plan import make_plan
 
 LATEST = 1.05  # the slowest rank over the mean
 
 
-def seconds(shares: list[list[int]], costs: np.ndarray, speeds: list[float]) -> np.ndarray:
-    return np.array([costs[one].sum() for one in shares]) / np.array(speeds)
+def ends(ticks: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    return np.array([row[owner == rank].sum() for rank, row in enumerate(ticks)])
 
 
 @given(
-    st.lists(st.floats(0.01, 100), min_size=4, max_size=40),
+    st.lists(st.floats(0.01, 100), min_size=8, max_size=40),
     st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=4),
 )
 @settings(max_examples=60, deadline=None)
-def test_each_sample_is_on_one_rank(costs: list[float], speeds: list[float]) -> None:
-    shares = shares_by_cost(costs, speeds)
-    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
-    assert all(one == sorted(one) and one for one in shares)
-    assert shares == shares_by_cost(list(costs), speeds), "the same on every rank"
+def test_each_rank_has_its_least_and_no_end_is_below_the_bound(
+    costs: list[float], speeds: list[float]
+) -> None:
+    ticks = np.rint(1e6 * np.array(costs) / np.array(speeds)[:, None]).astype(np.int64)
+    owner = shares_by_cost(ticks, [2] * len(speeds))
+    assert np.bincount(owner, minlength=len(speeds)).min() >= 2
+    assert np.array_equal(owner, shares_by_cost(ticks.copy(), [2] * len(speeds)))
+    assert ends(ticks, owner).max() >= (1 - 1e-9) * least_longest(ticks)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_few_samples_are_shared_nearly_as_well_as_by_every_choice(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    costs, speeds = draw.lognormal(0, 1, 8), [1.0, 0.5]
-    ends = [
-        max(costs[list(one)].sum(), (costs.sum() - costs[list(one)].sum()) / 0.5)
-        for count in range(1, 8)
-        for one in itertools.combinations(range(8), count)
-    ]
-    assert seconds(shares_by_cost(costs, speeds), costs, speeds).max() <= LATEST * min(ends)
+    """On ranks of which one is slower at long samples."""
+    n = np.random.default_rng(seed).lognormal(0, 1, 9)
+    ticks = np.rint(1e6 * np.array([n + 0.1 * n**2, n + 0.5 * n**2])).astype(np.int64)
+    choices = (np.array(one) for one in itertools.product((0, 1), repeat=9))
+    best = min(ends(ticks, one).max() for one in choices if 0 < one.sum() < 9)
+    assert least_longest(ticks) <= best
+    assert ends(ticks, shares_by_cost(ticks, [1, 1])).max() <= LATEST * best
 
 
-def test_production_like_lengths_end_together_with_the_planned_numbers_of_samples() -> None:
-    cost = LengthCost(1e-3, 1e-5, 2.5e-9)
+@pytest.mark.parametrize("unlike", [False, True])
+def test_production_like_lengths_end_together(unlike: bool) -> None:
     for seed in range(5):
-        tokens = np.clip(np.random.default_rng(seed).lognormal(6, 1, 96), 16, 4096)
-        costs, speeds, counts = cost.seconds(tokens), [1.0, 1.0, 0.5, 0.5], [32, 32, 16, 16]
-        shares = shares_by_cost(costs, speeds, counts)
-        assert [len(one) for one in shares] == counts
-        found = seconds(shares, costs, speeds)
-        assert found.max() <= LATEST * found.mean()
-        in_order = np.array([part.sum() for part in np.split(costs, np.cumsum(counts)[:-1])]) / speeds
-        assert in_order.max() > LATEST * in_order.mean(), "without costs they do not"
+        draw = np.random.default_rng(seed)
+        tokens = np.clip(draw.lognormal(6, 1, 256), 16, 2048).astype(int)
+        known = SampleLengths(tokens, 256)
+        costs = [
+            LengthCost(fixed_seconds=1e-3, per_token_seconds=1e-5, per_square_seconds=q)
+            for q in (2.5e-9, 2.5e-9, 5e-9, 1e-8)
+        ]
+        split = [4000, 4000, 2000, 1000] if unlike else [4000] * 4
+        shares = known.shares(np.arange(256), split, costs, [1] * 4)
+        assert sorted(np.concatenate(shares).tolist()) == list(range(256))
+        took = np.array(
+            [known.tokens_worth(c, s).sum() / b for c, s, b in zip(costs, shares, split, strict=True)]
+        )
+        assert took.max() <= LATEST * took.mean()
+        in_order = [known.tokens_worth(costs[0], part).sum() for part in np.split(np.arange(256), 16)]
+        assert max(in_order) > LATEST * np.mean(in_order), "without costs they do not"
 
 
-def test_a_cost_is_found_again_from_its_times() -> None:
-    truth = LengthCost(2e-3, 3e-6, 4e-10)
-    tokens = [128, 512, 1024, 4096]
-    found = LengthCost.fitted(tokens, truth.seconds(tokens).tolist())
-    assert found.seconds([300, 3000]) == pytest.approx(truth.seconds([300, 3000]), rel=1e-6)
-    falling = LengthCost.fitted([1, 2, 3], [3.0, 2.0, 1.0])
-    assert min(falling.fixed, falling.per_token, falling.per_square) >= 0
+def test_parts_are_about_equal_and_none_is_empty() -> None:
+    assert equal_parts(np.array([8.0, 4, 4, 2, 2, 2, 2]), 3) == [(0, 1), (1, 3), (3, 7)]
+    assert equal_parts(np.array([100.0, 1, 1]), 3) == [(0, 1), (1, 2), (2, 3)]
+    assert equal_parts(np.array([1.0, 1, 100]), 3) == [(0, 1), (1, 2), (2, 3)]
+    assert equal_parts(np.array([3.0]), 1) == [(0, 1)]
+
+
+def test_moments_are_whole_numbers_sums_and_lengths_are_compared() -> None:
+    known = SampleLengths(np.array([1, 2, 2, 2_000_000_000]), 4)
+    assert known.mean == 500_000_001.25
+    assert known.mean_square == (1 + 4 + 4 + 4 * 10**18) / 4
+    cost = [LengthCost(per_token_seconds=1.0)]
+    assert known.digest(cost) != SampleLengths([1, 2, 3, 4], 4).digest(cost)
+    assert known.digest(cost) != known.digest([LengthCost(per_token_seconds=2.0)])
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    for costs, speeds, most in (
-        ([1.0], [1.0, 1.0], None),
-        ([1.0, 2.0], [1.0, 1.0], [2, 0]),
-        ([1.0, 2.0, 3.0], [1.0, 1.0], [1, 1]),
-        ([1.0, float("nan")], [1.0], None),
-        ([1.0], [-1.0], None),
-        ([1.0], [0.0], None),
-    ):
-        with pytest.raises(InputError):
-            shares_by_cost(costs, speeds, most)
-    with pytest.raises(InputError, match="distinct"):
-        LengthCost.fitted([8, 8, 16], [1.0, 1.0, 2.0])
-    assert shares_by_cost([1.0, 2.0], [0.0, 1.0]) == [[], [0, 1]]
+    with pytest.raises(InputError, match="samples"):
+        shares_by_cost(np.ones((3, 2), np.int64), [1, 1, 1])
+    for lengths in ([1, 2], [1.5, 2, 3], [0, 1, 2]):
+        with pytest.raises(InputError, match="lengths"):
+            SampleLengths(lengths, 3)
+
+
+def profile(cost: LengthCost, known: bool = True) -> Profile:
+    points = [Point(batch=b, seconds=1e-3 + b * float(cost.seconds(100))) for b in (1, 2, 4, 8, 16, 64, 256)]
+    one = LengthPoint(tokens=100, batch=1, seconds=1.0, peak_bytes=1)
+    lengths = Lengths(
+        cost=cost, step_seconds=1e-3, fixed_bytes=1, per_token_bytes=0, per_square_bytes=0, points=[one]
+    )
+    return Profile(
+        device=Device(name="d"),
+        model=ModelInfo(name="m", tokens_per_sample=100),
+        points=points,
+        fit=select_fit(points),
+        lengths=lengths if known else None,
+    )
+
+
+def test_a_plan_in_tokens_weighs_them_by_the_cost_of_the_data() -> None:
+    """A device with slow attention gets less of long data than its profile of short samples would give it."""
+    alike = LengthCost(per_token_seconds=1e-5)
+    attention = LengthCost(per_token_seconds=5e-6, per_square_seconds=5e-8)  # the same for 100 tokens
+    groups = [WorkerGroup(name="a", profile="a"), WorkerGroup(name="b", profile="b")]
+
+    def shares(moments: LengthMoments | None, known: bool = True) -> list[int]:
+        job = Job(global_batch=40_000, unit="tokens", lengths=moments)
+        found = make_plan(Cluster(job=job, worker=groups), [profile(alike), profile(attention, known)])
+        assert [worker.length_cost for worker in found.workers] == [alike, attention if known else None]
+        return [worker.batch for worker in found.workers]
+
+    assert shares(None) == [20_000, 20_000]
+    mean, square = 400.0, 250_000.0
+    slower = (5e-6 * mean + 5e-8 * square) / (1e-5 * mean)
+    found = shares(LengthMoments(mean=mean, mean_square=square))
+    assert found[0] / found[1] == pytest.approx(slower, rel=0.02)
+    with pytest.raises(InputError, match="lengths"):
+        shares(LengthMoments(mean=mean, mean_square=square), known=False)
