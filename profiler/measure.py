@@ -81,6 +81,7 @@ def profile_model(
     """
     budget = Budget(seconds, progress=progress)
     sizes = _check_arguments(max_batch, batches, repeats, throttle, threads, max_step_seconds)
+    several = None if lengths is None else check_lengths(lengths)
     require_torch()
     needed("scipy", "plan")  # fits what is measured
     where = name or (model if isinstance(model, str) else type(model.model).__name__)
@@ -90,7 +91,6 @@ def profile_model(
         stepper = make_stepper(task, target, throttle, where, options)
         if memory_budget is not None:
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
-        several = None if lengths is None else check_lengths(lengths)
         stepper.length = several[len(several) // 2] if several else None
         probes = affordable(climb(stepper, sizes, max_step_seconds, notify, budget), budget)
         costs = {p.batch: p.cost for p in probes}

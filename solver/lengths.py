@@ -55,7 +55,7 @@ class SampleLengths:
         return max(1, round(self.mean))
 
     def tokens_worth(self, cost: LengthCost, samples: Any = slice(None)) -> npt.NDArray[np.float64]:
-        """What samples cost, in tokens of the data set's average cost."""
+        """Return the cost of samples, in tokens of the data set's average cost."""
         seconds: npt.NDArray[np.float64] = cost.seconds(self.tokens[samples])
         return seconds * (self.mean / cost.mean(self.mean, self.mean_square))
 

@@ -102,7 +102,7 @@ class LengthPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Lengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What samples of unlike length cost. A step takes step_seconds and the cost of each of its samples, and
+    """The cost of samples of unlike length. A step takes step_seconds and the cost of each of its samples; it
     holds fixed_bytes and, of each sample, per_token_bytes n + per_square_bytes n^2.
     """
 

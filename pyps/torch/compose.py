@@ -170,7 +170,7 @@ def uneven(
 
 
 def _agreed_costs(profile: Profile | str | os.PathLike[str] | None) -> list[LengthCost | None]:
-    """What lengths cost on each rank, as the profiles say, which all ranks could read."""
+    """The cost of lengths on each rank, as the profiles say, which all ranks could read."""
     if profile is not None and not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
     every: list[LengthCost | None] = [None] * dist.get_world_size()
