@@ -48,7 +48,7 @@ demo: .venv/core
 LANES ?= 3
 # RERUNS=1: a failure is tried once more, and counted as rerun. For machines that others share, as CI's.
 RERUNS ?= 0
-PYTEST = $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cpu --ignore=tests/ray
+PYTEST = $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --cpu -rfER --ignore=tests/ray
 test: lint
 	$(PYTEST) -m 'not thorough' --reruns $(RERUNS)
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices, threads only wait
+for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(threads, "1")  # for small matrices, threads only wait
 
 settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=default draws new examples
 settings.load_profile("seeded")

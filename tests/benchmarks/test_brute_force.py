@@ -5,7 +5,7 @@ from __future__ import annotations
 import brute_force
 import pytest
 
-SAMPLES = {"shared": 12, "asp": 40, "accumulation": 12, "jobs": 12, "shares": 60, "remedies": 40}
+SAMPLES = {"shared": 12, "asp": 40, "accumulation": 12, "jobs": 12, "shares": 24, "remedies": 12}
 
 
 @pytest.mark.parametrize("family", brute_force.NAMES)

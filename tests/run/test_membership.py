@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_tools import make_plan
+from sampled import examples
 from virtual_rounds import VirtualRounds
 
 from pyps.formats import write_json
@@ -208,7 +209,7 @@ def test_only_a_new_rank_is_left() -> None:
     assert store.split == (0, 0, 40)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(12, 40))
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(1, 12)), max_size=12))
 def test_whatever_comes_and_goes_a_round_has_the_global_batch(events: list[tuple[int, int, int]]) -> None:
     """Each rank is a host's; ranks 3 and 4 are not planned. A host may be killed, started or slowed."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_tools import profile
+from sampled import examples
 
 from pyps.errors import InputError
 from pyps.formats import (
@@ -134,7 +135,7 @@ def longest(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(cases())
 def test_the_joint_plan_is_the_best_of_all_splits_codecs_and_depths(
     case: tuple[Cluster, list[Profile], Pace],

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sampled import examples
 
 from pyps import errors
 from pyps.native.status import Member, MemberState
@@ -357,4 +358,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=80)
+TestStore.settings = settings(
+    derandomize=True, deadline=None, max_examples=examples(60, 150), stateful_step_count=80
+)
