@@ -7,11 +7,15 @@ A rank that raises, dies or does not answer in time fails the caller, with its t
 
 from __future__ import annotations
 
+import ast
 import atexit
+import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -99,6 +103,7 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
     limit = timedelta(seconds=0.8 * DEADLINE_SECONDS)  # sooner: a rank that waits in vain says where
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=most, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
+    gc.freeze()
     while True:
         try:
             number, count, function, arguments = pipe.recv()
@@ -114,11 +119,14 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
             pipe.send((True, traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
+        # A later job's loader processes are forks: one that collects an old group would join its threads,
+        # which are not there, and crash.
+        gc.collect()
 
 
 def run_script(path: Path, count: int, **environment: str) -> str:
-    """Return what `count` ranks of a script print, started as by torchrun, but with torch imported
-    already.
+    """Return what `count` ranks of a script print, started as by torchrun, but with torch, and the libraries
+    that the script imports first, imported already.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -132,30 +140,53 @@ def run_script(path: Path, count: int, **environment: str) -> str:
         | environment
     )
     with tempfile.NamedTemporaryFile("r") as said:
-        started = []
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-            started.append(context.Process(target=_script, args=(str(path), own, said.name)))
-            started[-1].start()
+        first = context.Process(target=_scripts, args=(str(path), count, common, said.name))
+        first.start()
+        assert first.pid is not None
         try:
-            for process in started:
-                process.join(DEADLINE_SECONDS)
+            first.join(DEADLINE_SECONDS)
         finally:
-            for process in started:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+            first.join(10)
         output = said.read()
-    codes = [process.exitcode for process in started]
-    assert not any(codes), f"exit codes {codes}:\n{output}"
+    assert first.exitcode == 0, f"exit code {first.exitcode}:\n{output}"
     return output
 
 
-def _script(path: str, environment: dict[str, str], said: str) -> None:
+def _scripts(path: str, count: int, environment: dict[str, str], said: str) -> None:
+    """Import what the ranks of a script need, once, and fork them. Exits with 1 if one of them failed."""
     import torch
 
+    os.setsid()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in serve()
     os.environ.update(environment)
     sys.path.insert(0, str(Path(path).parent))
+    with contextlib.suppress(ImportError):  # the ranks say so
+        exec(compile(_imports(Path(path)), path, "exec"), {})
+    ranks = [multiprocessing.Process(target=_script, args=(path, rank, said)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+def _imports(path: Path) -> ast.Module:
+    """The imports at the top of a script, but those of files beside it, which may look at their rank."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [name]
+        is_import = isinstance(node, ast.Import | ast.ImportFrom) and name != "__future__"
+        if is_import and not any((path.parent / f"{one.split('.')[0]}.py").exists() for one in names):
+            found.append(node)
+    return ast.Module(found, [])
+
+
+def _script(path: str, rank: int, said: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     with open(said, "a", buffering=1) as sys.stdout:
         try:
             runpy.run_path(path, run_name="__main__")

@@ -88,6 +88,12 @@ class _Search:
 
     def _gain(self, row: Row, name: str, left: Mapping[Part, None], size: int) -> int:
         """Parts with this axis that the row would cover."""
-        known = [axis for axis in self.axes if axis in row]
-        groups = (group for group in combinations(known, size) if name in group)
-        return sum(tuple((axis, row[axis]) for axis in group) in left for group in groups)
+        known = [(axis, row[axis]) for axis in self.axes if axis in row]
+        place = known.index((name, row[name]))
+        before, mine, after = known[:place], known[place], known[place + 1 :]
+        return sum(
+            (*some, mine, *others) in left
+            for count in range(size)
+            for some in combinations(before, count)
+            for others in combinations(after, size - 1 - count)
+        )
