@@ -35,7 +35,8 @@ from pyps.sharding.elementwise import check_elementwise
 from pyps.sharding.flat import Reduction, agree, world
 from pyps.sharding.gradient import PieceGradients
 from pyps.sharding.layout import SharesLike, read_shares
-from pyps.sharding.state import Owned, owned_of
+from pyps.sharding.state import Owned, cut_state, parts_of
+from pyps.sharding.state_dicts import owned_by
 from pyps.sharding.unit import ShardedVector, ShardUnit
 
 CALL = "shard"
@@ -87,10 +88,14 @@ def shard(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise InputError as an optimizer first steps pieces, if that differs from whole parameters."""
+    """Raise InputError as an optimizer first steps pieces, if that differs from whole parameters. From then
+    on its state dict has TensorParts, as the model's.
+    """
     if optimizer not in _checked:
-        if any(owned_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        if owned_by(optimizer):
             check_elementwise(CALL, optimizer)
+            optimizer.register_state_dict_post_hook(lambda own, state: parts_of(state, owned_by(own)))
+            optimizer.register_load_state_dict_pre_hook(lambda own, state: cut_state(state, owned_by(own)))
         _checked.add(optimizer)
 
 

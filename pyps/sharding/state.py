@@ -70,22 +70,31 @@ class Owned:
 
     def is_piece(self, value: Any) -> bool:
         """Return whether a value of the optimizer's state has an element for each of the piece."""
+        if isinstance(value, TensorPart):
+            return True
         return isinstance(value, torch.Tensor) and value.ndim == 1 and value.shape == self.piece.shape
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Tell whether the parameter's memory has the order of its dimensions."""
+        slot = self.flat.slots[self.k]
+        return slot.order == tuple(range(len(slot.shape)))
 
 
 class TensorPart(torch.Tensor):
     """This rank's piece of a tensor, [elements], as torch.distributed.checkpoint takes it."""
 
     owned: Owned
+    whole: torch.Size  # the shape of the whole tensor
     places: dict[torch.Size, torch.Tensor]  # views of it by where they are in the whole tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(owned: Owned, piece: torch.Tensor) -> TensorPart:
         """Return a piece of the parameter, or of a state that has its shape."""
-        slot, plain = owned.flat.slots[owned.k], piece.detach()
+        slot, plain = owned.flat.slots[owned.k], piece.as_subclass(torch.Tensor).detach()
         part: TensorPart = plain.as_subclass(TensorPart)
-        part.owned, part.places = owned, {}
+        part.owned, part.whole, part.places = owned, slot.shape, {}
         first, back = 0, sorted(range(len(slot.order)), key=slot.order.__getitem__)
         for offsets, sizes in boxes(slot.in_memory, owned.flat.pieces[owned.k]):
             count = prod(sizes)
@@ -94,12 +103,35 @@ class TensorPart(torch.Tensor):
             first += count
         return part
 
+    @staticmethod
+    def as_vector(owned: Owned, piece: torch.Tensor) -> TensorPart:
+        """Return a piece of the parameter, or of a state, as that of a vector of all its elements."""
+        part = TensorPart.of(owned, piece)
+        cut = owned.flat.pieces[owned.k]
+        part.whole = torch.Size([prod(owned.shape)])
+        part.places = {torch.Size([cut.start]): part.as_subclass(torch.Tensor)} if part.numel() else {}
+        return part
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TensorPart({self.numel()} elements of a tensor of shape {list(self.size())})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        found = "this rank's part of a tensor, to be pickled"
+        expected = "whole_state_dict(), pyps.torch.save() or torch.distributed.checkpoint"
+        raise InputError("state dict", self.owned.name, found, expected)
+
     def size(self) -> torch.Size:  # type: ignore[override]
         """Return the shape of the whole tensor."""
-        return self.owned.shape
+        return self.whole
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape of the whole tensor."""
+        return self.whole
+
+    def detach(self) -> TensorPart:
+        """Return itself, which has no graph."""
+        return self
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(place, view.shape) for place, view in self.places.items()]
@@ -178,7 +210,7 @@ def gathered_wholes(flat: FlatVector, pieces: Mapping[int, torch.Tensor]) -> Cal
     first = next(iter(pieces.values()))
     vector = torch.zeros(flat.layout.count, dtype=first.dtype, device=first.device)
     for k, piece in pieces.items():
-        flat.piece_of(vector[flat.mine], k).copy_(piece.detach())
+        flat.piece_of(vector[flat.mine], k).copy_(piece.as_subclass(torch.Tensor).detach())
     for work in flat.gather(vector):
         work.wait()
     return lambda k: flat.slots[k].shaped(vector[flat.places[k]]).cpu().clone()

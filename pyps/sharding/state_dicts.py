@@ -26,7 +26,7 @@ def whole_state_dict(owner: Sharded) -> dict[str, Any]:
     Tensors that were sharded are copies on the CPU. A plain model or optimizer loads it.
     """
     if isinstance(owner, torch.optim.Optimizer):
-        return whole_of(_pieces_state(owner), _owned(owner))
+        return whole_of(pieces_state(owner), owned_by(owner))
     state: dict[str, Any] = owner.state_dict()
     parts = {name: value for name, value in state.items() if isinstance(value, TensorPart)}
     found: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def part_state_dict(owner: Sharded) -> dict[str, Any]:
     if isinstance(owner, torch.optim.Optimizer):
         if not owner.state:
             _make_state(owner)
-        return parts_of(_pieces_state(owner), _owned(owner))
+        return parts_of(pieces_state(owner), owned_by(owner))
     state: dict[str, Any] = owner.state_dict()
     return state
 
@@ -60,19 +60,19 @@ def load_state_dict(owner: Sharded, state: Mapping[str, Any]) -> None:
     elif sharded_optimizer(owner) is not None:
         owner.load_state_dict(dict(state))
     else:
-        owner.load_state_dict(cut_state(dict(state), _owned(owner)))
+        owner.load_state_dict(cut_state(dict(state), owned_by(owner)))
 
 
-def _owned(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
-    """The parameters that ranks own, by their numbers among those of the optimizer."""
+def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
+    """Return the parameters that ranks own, by their numbers among those of the optimizer."""
     if (sharded := sharded_optimizer(optimizer)) is not None:
         return sharded.owned
     every = enumerate(p for group in optimizer.param_groups for p in group["params"])
     return {number: one for number, p in every if (one := owned_of(p)) is not None}
 
 
-def _pieces_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict with this rank's pieces."""
+def pieces_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state dict with this rank's pieces."""
     if (sharded := sharded_optimizer(optimizer)) is not None:
         return sharded.pieces_state(optimizer)
     return optimizer.state_dict()

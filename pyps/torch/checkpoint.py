@@ -42,7 +42,9 @@ from pyps.checkpoint.folder import (
 from pyps.checkpoint.tensors import sync_file, write_error
 from pyps.errors import InputError
 from pyps.formats.checkpoint import Checkpoint
-from pyps.sharding.modules import unit_of
+from pyps.sharding import load_state_dict
+from pyps.sharding.state import STEP, Owned, TensorPart, gathered_wholes, parts_of
+from pyps.sharding.state_dicts import owned_by, pieces_state
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.peers import DTensor, is_divided, parameters_of
@@ -56,6 +58,7 @@ TORCH = "2.9"
 AFTER_COLLECTIVES_SECONDS = 0.01
 dcp: Any = torch.distributed.checkpoint  # its types name none of what is used here
 T = TypeVar("T")
+ParameterShards = DTensor | Owned
 
 
 def save(
@@ -88,10 +91,11 @@ def save(
     number = step if step is not None else _samples(sampler, rounds)
     tensors: dict[str, torch.Tensor] = {}
     common: dict[str, Any] = {
-        "model": pack(_plain_module(model).state_dict(), "model", tensors),
+        "model": pack(_model_state(_plain_module(model)), "model", tensors),
         "optimizer": pack(_optimizer_state(optimizer, group), "optimizer", tensors),
     }
     join_shared(common, tensors)
+    _prepare_parts(tensors)
     if sampler is not None:
         done = trained_rounds(sampler, rounds)
         common |= {"sampler": sampler.state_dict(done), "changes": sampler.changes(done)}
@@ -121,6 +125,23 @@ def save(
     return written
 
 
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's state; tied parts are one object, also where they are empty."""
+    state, first = model.state_dict(), dict[Owned, TensorPart]()
+    return {n: first.setdefault(v.owned, v) if isinstance(v, TensorPart) else v for n, v in state.items()}
+
+
+def _prepare_parts(tensors: dict[str, torch.Tensor]) -> None:
+    """Let parts be those of vectors, of which a file of safetensors holds one; a tensor whose memory is not
+    by rows is gathered.
+    """
+    for name, part in tensors.items():
+        if isinstance(part, TensorPart):
+            one, piece = part.owned, part.as_subclass(torch.Tensor)
+            whole = None if one.is_by_rows else gathered_wholes(one.flat, {one.k: piece})
+            tensors[name] = TensorPart.as_vector(one, piece) if whole is None else whole(one.k)
+
+
 def _optimizer_state(optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None) -> Any:
     """Its state; None without one. What a ZeroRedundancyOptimizer's ranks have apart, the first rank has
     then, which writes it.
@@ -128,6 +149,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None, group: dist.Proces
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if optimizer is None:
         return None
+    if owned := owned_by(optimizer):
+        return parts_of(pieces_state(optimizer), owned)
     if consolidate is not None:
         consolidate(to=0)
         if dist.get_rank(group) != 0:
@@ -240,9 +263,6 @@ def _refuse_divided(model: torch.nn.Module) -> None:
     """Raise InputError where DDP has parts of parameters, which have the same name on each of the ranks."""
     while (inner := getattr(model, "_orig_mod", None)) is not None:
         model = inner
-    if unit_of(model) is not None:
-        expected = "torch.distributed.checkpoint, with pyps.sharding.part_state_dict()"
-        raise InputError("pyps.torch.save", "model", "one that went through shard()", expected)
     if any(is_divided(parameter) for parameter in parameters_of(model)):
         found = "a tensor-parallel one in DistributedDataParallel"
         raise InputError("pyps.torch.save", "model", found, "one that went through fully_shard")
@@ -283,7 +303,7 @@ def _samples(sampler: Rounds | None, rounds: int | None) -> int:
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """All ranks write their tensors and shards; the first one those tensors that all have."""
     flat = {
-        name: tensor if isinstance(tensor, DTensor) else tensor.contiguous().reshape(-1)
+        name: tensor if isinstance(tensor, DTensor | TensorPart) else tensor.contiguous().reshape(-1)
         for name, tensor in tensors.items()
         if tensor.numel()
     }
@@ -355,19 +375,21 @@ def _find(folder: Path) -> tuple[Path, Checkpoint] | None:
     return path, manifest
 
 
-def _shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, DTensor]:
+def _shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, ParameterShards]:
     """By the beginning of a tensor's name in a checkpoint, the shards that it belongs to."""
-    found: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state = model.state_dict().items()
+    found: dict[str, Any] = {f"model.{name}": getattr(value, "owned", value) for name, value in state}
     groups = [] if optimizer is None else optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     found |= {f"optimizer.state.{k}": parameter for k, parameter in enumerate(parameters)}
-    return {name: value for name, value in found.items() if isinstance(value, DTensor)}
+    found |= {f"optimizer.state.{k}": one for k, one in (owned_by(optimizer) if optimizer else {}).items()}
+    return {name: value for name, value in found.items() if isinstance(value, DTensor | Owned)}
 
 
 def _read(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    shards: Mapping[str, DTensor],
+    shards: Mapping[str, ParameterShards],
     group: dist.ProcessGroup | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of these names and shapes; of those that are like one of `shards`, this rank's shards."""
@@ -376,8 +398,12 @@ def _read(
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         size, dtype = (known[name].size, known[name].properties.dtype) if name in known else ((0,), None)
-        like = _like(name, shape, shards)
-        if like is not None and like.shape == torch.Size(size):
+        like, size = _like(name, shape, shards), torch.Size(size)
+        if isinstance(like, Owned) and (like.shape == size or like.is_by_rows):
+            piece = torch.empty(like.piece.shape, dtype=dtype)
+            is_whole = like.shape == size
+            tensors[name] = TensorPart.of(like, piece) if is_whole else TensorPart.as_vector(like, piece)
+        elif isinstance(like, DTensor) and like.shape == size:
             tensors[name] = torch.empty_like(like, dtype=dtype)
         else:
             tensors[name] = torch.empty(size, dtype=dtype)
@@ -386,16 +412,21 @@ def _read(
     return {name: _as_shards(tensor, _like(name, shapes[name], shards)) for name, tensor in tensors.items()}
 
 
-def _like(name: str, shape: tuple[int, ...], shards: Mapping[str, DTensor]) -> DTensor | None:
+def _like(name: str, shape: tuple[int, ...], shards: Mapping[str, ParameterShards]) -> ParameterShards | None:
     """The parameter of this name, or whose optimizer state has it, if that has the shape."""
-    found = shards.get(name) if name in shards else shards.get(name.rpartition(".")[0])
+    of, _, last = name.rpartition(".")
+    found = shards.get(name) if name in shards or last == STEP else shards.get(of)
     return found if found is not None and tuple(found.shape) == shape else None
 
 
-def _as_shards(tensor: torch.Tensor, like: DTensor | None) -> torch.Tensor:
+def _as_shards(tensor: torch.Tensor, like: ParameterShards | None) -> torch.Tensor:
     """A whole tensor of a DDP run as this rank's shards, where the model has such."""
     if like is None or isinstance(tensor, DTensor):
         return tensor
+    if isinstance(like, Owned):
+        is_part = isinstance(tensor, TensorPart)
+        piece = tensor if is_part else like.cut_parameter(like.name, tensor.reshape(like.shape))
+        return TensorPart.of(like, piece)
     whole = tensor.reshape(like.shape).to(like.device)
     from torch.distributed.tensor import distribute_tensor  # torch 2.4 has it elsewhere
 
@@ -419,7 +450,7 @@ def _load_optimizer(where: str, optimizer: torch.optim.Optimizer, state: Any) ->
     if state is None:
         raise InputError(where, "optimizer", "nothing", "an optimizer's state")
     try:
-        optimizer.load_state_dict(state)
+        load_state_dict(optimizer, state)
     except (ValueError, KeyError) as error:
         expected = f"that of a {type(optimizer).__name__} with these groups"
         raise InputError(where, "optimizer", f"another state ({error})", expected) from None

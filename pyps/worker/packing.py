@@ -135,8 +135,8 @@ def join_shared(packed: Any, tensors: dict[str, torch.Tensor]) -> None:
     joined: dict[str, str] = {}
     for name, tensor in list(tensors.items()):
         own = getattr(tensor, "_local_tensor", tensor)
-        place = own.data_ptr(), own.dtype, own.shape, own.stride()
-        if own.numel() and first.setdefault(place, name) != name:
+        place = own.data_ptr() if own.numel() else id(own), own.dtype, own.shape, own.stride()
+        if first.setdefault(place, name) != name:
             joined[name] = first[place]
             del tensors[name]
     if joined:

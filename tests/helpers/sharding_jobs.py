@@ -5,6 +5,7 @@ A run on ranks with uneven batches and shares is compared with one process that 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -579,7 +580,6 @@ def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:
     said("another pass", lambda: model(x) if rank else gathered(model).__enter__())
     said("unlike shares", lambda: sharded(Net(), [[0.5, 0.5], [0.6, 0.4]][rank], group)(x))
     said("twice", lambda: pyps.torch.shard(model, [0.5, 0.5], group))
-    said("saved", lambda: pyps.torch.save("/dev/null/none", model, step=1, group=group))
     other = sharded(Net(), [0.5, 0.5], group)
     said("assigned", lambda: other.load_state_dict(Net().state_dict(), assign=True))
     state = Net().state_dict() | {"first.weight": torch.ones(3)}
@@ -621,8 +621,8 @@ def without_gradients(group: dist.ProcessGroup) -> float:
 
 def _made(kind: str, group: dist.ProcessGroup, shares: list[float]) -> tuple[Any, torch.optim.Optimizer]:
     """A model in a stage, and its optimizer."""
-    if kind == "shard":
-        model: Any = sharded(Net(), shares, group)
+    if kind in ("shard", "tied"):
+        model: Any = sharded(Net("plain" if kind == "shard" else kind), shares, group)
         return model, OPTIMIZERS["AdamW"](groups(model))
     model = Net()
     if kind == "fully_shard":
@@ -633,6 +633,26 @@ def _made(kind: str, group: dist.ProcessGroup, shares: list[float]) -> tuple[Any
     if kind == "shard_optimizer":
         pyps.torch.shard_optimizer(one, shares, group)
     return model, one
+
+
+def through_save(
+    group: dist.ProcessGroup, folder: str, kind: str, shares: list[float], steps: list[int]
+) -> list[float]:
+    """Train between two steps in a stage, from a checkpoint of pyps and to one: the whole parameters."""
+    model, one = _made(kind, group, shares)
+    found = pyps.torch.load(folder, model, one, group=group)
+    assert (0 if found is None else found["step"]) == steps[0]
+    for step in range(*steps):
+        _step(model, one, step)
+    pyps.torch.save(folder, model, one, step=steps[1], group=group)
+    return _numbers_of(model, kind)
+
+
+def _numbers_of(model: nn.Module, kind: str) -> list[float]:
+    """Return the whole parameters, on all ranks."""
+    if kind == "fully_shard":
+        return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]).tolist()
+    return (_whole(model) if kind in ("shard", "tied") else flat(model.parameters())).tolist()
 
 
 def through_checkpoint(
@@ -658,9 +678,67 @@ def through_checkpoint(
     for step in range(*steps):
         _step(model, one, step)
     dcp.save(parts(), checkpoint_id=f"{folder}/{steps[1]}", process_group=group)
-    if kind == "fully_shard":
-        return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]).tolist()
-    return (_whole(model) if kind == "shard" else flat(model.parameters())).tolist()
+    return _numbers_of(model, kind)
+
+
+class Images(nn.Module):
+    """[n, 3, 4, 4] -> [n, 2]; its weights lie with their channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 5, 3), nn.Linear(5, 2)
+        self.to(memory_format=torch.channels_last, dtype=torch.float64)  # type: ignore[call-overload]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.first(x).mean((2, 3)))
+        return found
+
+
+def other_memory_orders(group: dist.ProcessGroup, folder: str) -> float:
+    """Return how far weights and states with channels last are off after a checkpoint, sharded and plain."""
+    x = torch.arange(96.0, dtype=torch.float64).sin().view(2, 3, 4, 4)
+    found = []
+    for is_sharded, loads in ((True, False), (True, True), (False, True), (False, None)):
+        model: Any = Images()
+        if is_sharded:
+            pyps.torch.shard(model, [0.4, 0.6] if loads else [0.7, 0.3], group)
+        one = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if loads:
+            pyps.torch.load(folder, model, one, group=group)
+        for _ in range(2 if loads is not None else 4):
+            model(x).square().sum().backward()
+            one.step()
+            one.zero_grad()
+        if loads is False:
+            pyps.torch.save(folder, model, one, step=1, group=group)
+        found.append(_whole(model) if is_sharded else flat(model.parameters()))
+    return max(off(found[1], found[3]), off(found[2], found[3]))
+
+
+def own_state_dict(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return what an optimizer's and a model's own state dicts say, and whether wholes and parts load."""
+    model, right = sharded(Net(), [0.7, 0.3], group), Net()
+    pair: list[tuple[Any, Any]] = [(m, OPTIMIZERS["AdamW"](groups(m))) for m in (model, right)]
+    for m, one in pair:
+        _step(m, one, 0)
+    state, whole = pair[0][1].state_dict(), pair[1][1].state_dict()
+    shapes = [
+        {k: {n: tuple(v.shape) for n, v in values.items()} for k, values in one["state"].items()}
+        for one in (state, whole)
+    ]
+    said = []
+    for one in (state, model.state_dict()):
+        try:
+            torch.save(one, io.BytesIO())
+        except InputError as error:
+            said.append(str(error))
+    for loaded in (whole, state):
+        pair[0][1].load_state_dict(loaded)
+    for m, one in pair:
+        _step(m, one, 1)
+    far = off(_whole(model), flat(right.parameters()))
+    return {"alike": shapes[0] == shapes[1], "said": said, "off": far}
 
 
 def _step(model: nn.Module, one: torch.optim.Optimizer, step: int) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_tools import numbers, off
-from sharding_jobs import ROWS, Net, _whole, batch, groups, sharded
+from ddp_tools import flat, numbers, off
+from sharding_jobs import ROWS, Net, batch, groups, sharded
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
-from pyps.sharding import load_state_dict, part_state_dict
+import pyps.torch
+from pyps.sharding import gathered
 from pyps.torch import GlobalMean
 
 STEPS, SAVE_EVERY, DIES_AT = 12, 3, 7
@@ -44,13 +44,8 @@ def main() -> None:
     model: Any = sharded(Net(), [0.7, 0.3], group)
     mean = GlobalMean(model)
     optimizer = torch.optim.AdamW(groups(model), lr=0.01)
-    saved = sorted(int(one.name) for one in folder.iterdir() if (one / ".metadata").exists())
-    first = saved[-1] if saved else 0
-    if saved:
-        state = {"model": model.state_dict(), "optimizer": part_state_dict(optimizer)}
-        dcp.load(state, checkpoint_id=str(folder / str(first)))
-        load_state_dict(model, state["model"])
-        load_state_dict(optimizer, state["optimizer"])
+    saved = pyps.torch.load(folder, model, optimizer, mean=mean)
+    first = 0 if saved is None else saved["step"]
     for step in range(first, STEPS):
         x, y = batch(step, group)
         mean.backward(nn.functional.mse_loss(model(x), y))
@@ -59,9 +54,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % SAVE_EVERY == 0:
-            state = {"model": model.state_dict(), "optimizer": part_state_dict(optimizer)}
-            dcp.save(state, checkpoint_id=str(folder / str(step + 1)))
-    whole = _whole(model)
+            pyps.torch.save(folder, model, optimizer, step=step + 1, mean=mean)
+    with gathered(model):
+        whole = flat(model.parameters())
     if dist.get_rank() == 0:
         print(json.dumps({"from": first, "off": off(whole, one_process())}))
 

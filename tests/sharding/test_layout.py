@@ -141,3 +141,18 @@ def test_a_plan_with_shares(tmp_path: Path) -> None:
 def test_a_layout_holds_all_elements() -> None:
     with pytest.raises(InputError, match="found parts of 3 elements; expected 5"):
         PieceLayout((2, 3), (1, 2))
+
+
+def test_what_fits_is_what_the_page_says() -> None:
+    """Billions of parameters: 16 bytes each are shared and 2 of 32 blocks are whole, of 4 bytes; of LoRA's
+    frozen base 2 and 2. Cards keep 3 GB.
+    """
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "unlike-memory.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text("utf-8").splitlines() if line[:1] == "|"]
+    assert len(rows) == 5
+    for cards, *said in rows[2:]:
+        free = [int(gib) * 2**30 / 1e9 - 3 for gib in cards.split(" + ")]
+        for held, (shared, whole) in zip((said[:3], said[3:]), ((16, 4), (2, 2)), strict=True):
+            each = shared + len(free) * whole * 2 / 32
+            right = [max(free) / shared, len(free) * min(free) / each, sum(free) / each]
+            assert [float(one) for one in held] == pytest.approx(right, rel=0.01)

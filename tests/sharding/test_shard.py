@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharding_jobs as jobs
@@ -98,7 +99,6 @@ REFUSED = {
     "another pass": "shard: pass: found 'gathered' on rank 0, 'forward of the model' on rank 1",
     "unlike shares": "shares: found (0.5, 0.5) on rank 0, (0.6, 0.4) on rank 1",
     "twice": "found a sharded one; expected one call for each module",
-    "saved": "model: found one that went through shard(); expected torch.distributed.checkpoint, with",
     "assigned": "load_state_dict: assign: found True; expected False",
     "another shape": "state dict: first.weight: found shape [3]; expected shape [9, 8]",
     "moved": "found a piece in another place; expected model.to()",
@@ -128,15 +128,36 @@ STAGES = [
 ]
 
 
+@pytest.mark.parametrize("way", [jobs.through_checkpoint, jobs.through_save])
 @pytest.mark.parametrize(("before", "shares", "after", "others"), sampled(STAGES, 0, 3))
 def test_a_checkpoint_of_another_stage(
-    ranks: Ranks, tmp_path: Path, before: str, shares: list[float], after: str, others: list[float]
+    ranks: Ranks, tmp_path: Path, before: str, shares: list[float], after: str, others: list[float], way: Any
 ) -> None:
-    """Through torch.distributed.checkpoint, with other ranks and shares."""
+    """Through torch.distributed.checkpoint, or pyps.torch.save, with other ranks and shares."""
     (right,) = ranks.run(1, jobs.through_checkpoint, str(tmp_path / "a"), "plain", [1], [0, 6])
-    ranks.run(3, jobs.through_checkpoint, str(tmp_path / "b"), before, shares, [0, 4])
-    for found in ranks.run(2, jobs.through_checkpoint, str(tmp_path / "b"), after, others, [4, 6]):
+    ranks.run(3, way, str(tmp_path / "b"), before, shares, [0, 4])
+    for found in ranks.run(2, way, str(tmp_path / "b"), after, others, [4, 6]):
         assert found == pytest.approx(right, abs=EXACT)
+
+
+def test_a_checkpoint_of_tied_parameters_that_one_rank_does_not_own(ranks: Ranks, tmp_path: Path) -> None:
+    right = ranks.run(2, jobs.through_save, str(tmp_path / "a"), "tied", [0.5, 0.5], [0, 6])
+    ranks.run(3, jobs.through_save, str(tmp_path / "b"), "tied", [0, 0.1, 0.9], [0, 4])
+    for found in ranks.run(2, jobs.through_save, str(tmp_path / "b"), "tied", [1, 0], [4, 6]):
+        assert found == pytest.approx(right[0], abs=EXACT)
+
+
+def test_a_checkpoint_of_weights_with_their_channels_last(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks.run(2, jobs.other_memory_orders, str(tmp_path))) < EXACT
+
+
+def test_an_optimizers_own_state_dict(ranks: Ranks) -> None:
+    """It has parts, as the model's: they are loaded, and not pickled as if they were whole."""
+    for found in ranks.run(2, jobs.own_state_dict):
+        assert found["alike"]
+        assert len(found["said"]) == 2
+        assert "this rank's part of a tensor, to be pickled; expected whole_state_dict()" in found["said"][0]
+        assert found["off"] < EXACT
 
 
 @pytest.mark.thorough
