@@ -5,8 +5,7 @@ A link is full duplex: pushes do not take bandwidth from pulls. A worker's messa
 direction, but only for the time that their bytes take; latencies overlap. Where a [[shared]] link is theirs,
 the messages of several workers divide its bandwidth evenly at any time: n that begin together end together,
 as late as if they had followed one another. So a round's pushes take the sum of their times, and then its
-pulls do. A store on the worker's own machine is reached without a link: one transfer follows the other. The
-store moves whole chunks of parameters.
+pulls do. A store on the worker's own machine is reached without a link: one transfer follows the other.
 
 Bytes and errors are those of the codecs: 32 is f32, 16 bf16, 8 int8 in blocks of 256, 4 int4 in blocks of 64,
 with an fp32 scale a block. An error is the root mean square of the loss, relative to that of the numbers. It
@@ -26,7 +25,6 @@ from pyps.formats import Bits, Cluster, WorkerGroup
 WIRE_BYTES: dict[Bits, float] = {32: 4.0, 16: 2.0, 8: 1 + 4 / 256, 4: 0.5 + 4 / 64}
 ERROR: dict[Bits, float] = {32: 0.0, 16: 0.0017, 8: 0.0070, 4: 0.108}
 BYTES_PER_PARAMETER = 4
-CHUNK = 32_768  # parameters, of which the store moves whole ones
 NANOSECONDS = 1e9
 ROUNDING = 1e-6  # bytes: the rounding error of a counter
 
@@ -103,11 +101,6 @@ def transfer_seconds(links: Sequence[LinkCost], push: Bits = 32, pull: Bits = 32
     return sum(link.seconds(push, pull) for link in links)
 
 
-def moved_parameters(parameters: int) -> int:
-    """The parameters that the store moves for a model of `parameters`: whole chunks."""
-    return -(-parameters // CHUNK) * CHUNK
-
-
 def link_cost(
     parameters: int | None,
     bandwidth: float | None,
@@ -122,7 +115,7 @@ def link_cost(
     """
     if parameters is None or bandwidth is None:
         return None
-    seconds = BYTES_PER_PARAMETER * moved_parameters(parameters) / bandwidth
+    seconds = BYTES_PER_PARAMETER * parameters / bandwidth
     return LinkCost(latency or 0.0, seconds, duplex, averaged * seconds)
 
 

@@ -8,10 +8,9 @@ rank begins without it, unless it is given to it (keep_residual).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,23 +18,13 @@ from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError, StoreFull, TimedOut
-from pyps.native.decisions import Advice, PolicyParams
+from pyps.native.decisions import Advice
 from pyps.native.transfer import ArrivalCallback, Transferred, TransferRequest, skipping, spans_of
-from pyps.native.values import (
-    Claim,
-    Codec,
-    EncodeCounts,
-    Encoding,
-    Flat,
-    Layout,
-    PushRequest,
-    PushResult,
-    Role,
-    Tensor,
-)
+from pyps.native.values import Claim, Codec, EncodeCounts, Encoding, Flat, PushRequest, Role
 from pyps.remote import verbs
 from pyps.remote.address import Address
 from pyps.remote.client import Client
+from pyps.remote.parts import Coded, Extents
 from pyps.remote.verbs import call
 from pyps.remote.wire import OpenReply, PushHeader, TransferReply
 from pyps.store.backend import MAX_CALL_SECONDS
@@ -65,10 +54,11 @@ class Away:
     undone = 0
 
     def __init__(self, address: Address, client: Client, opened: OpenReply) -> None:
-        self.address, self.client, self._opened = address, client, opened
+        self.address, self.client, self.tensors = address, client, opened.tensors
+        self.layout, self.policy_params = opened.layout, opened.policy_params
         client.set_server(opened.server, opened.client_timeout_seconds)
         trained = opened.layout.trained_elements
-        self._gaps = _gaps(opened.tensors, opened.layout.flat_elements)
+        self._extents = Extents.of(opened.tensors, opened.layout)
         self._joined = False
         self._staging_buffers: dict[int, Flat] = {}
         self._staging_taken: set[int] = set()
@@ -78,18 +68,6 @@ class Away:
         self._residual: Residual[Flat] = Residual(lambda: np.empty(trained, np.float32))
         self._keep_residual: Callable[[int, Flat], None] | None = None
         self._compute_began = time.monotonic()  # when the last claim or pull had come
-
-    @property
-    def layout(self) -> Layout:
-        return self._opened.layout
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._opened.tensors
-
-    @property
-    def policy_params(self) -> PolicyParams:
-        return self._opened.policy_params
 
     reap = call(verbs.REAP)
     start_ahead = call(verbs.START_AHEAD)
@@ -211,11 +189,11 @@ class Away:
 
     def _ended(self, request: PushRequest, admitted: bool) -> None:
         """Its reply has come, and it is neither to be waited for nor to be pushed again."""
-        if self._in_round == request.staging:  # encoded by the call that timed out, if at all
+        resumed = self._in_round == request.staging  # it was encoded, if at all, by the call that timed out
+        if resumed or _keeps_residual(request):
             self._residual.commit(admitted)
+        if resumed:
             self._in_round = None
-        else:
-            self._settle_residual(request, admitted)
         self._staging_taken.discard(request.staging)
 
     def _not_ended(self, request: PushRequest, error: BaseException, began: float) -> None:
@@ -233,16 +211,12 @@ class Away:
         elif isinstance(error, TimedOut | StoreFull) and error.what != "stage" and self._waits_for_rounds:
             self._in_round = request.staging
         elif self._in_round is None:
-            self._settle_residual(request, admitted=False)
+            if _keeps_residual(request):
+                self._residual.commit(admitted=False)
             if isinstance(error, PushRejected):
                 self._staging_taken.discard(request.staging)
             if isinstance(error, TimedOut):  # it waited for its turn
                 self._compute_began += time.monotonic() - began
-
-    def _settle_residual(self, request: PushRequest, admitted: bool) -> None:
-        """A push has ended; whether a residual of it was kept here is known by its encoding."""
-        if _keeps_residual(request):
-            self._residual.commit(admitted)
 
     def _sendable(self, request: TransferRequest, send: Callable[[PushRequest], T]) -> tuple[PushRequest, T]:
         """The push, and what `send` makes of it; a step that is not finite is skipped, unless it is alone."""
@@ -261,7 +235,9 @@ class Away:
         self._compute_began = time.monotonic()
         spans = spans_of(sent.began, pushed, self._compute_began, reply.result)
         skipped = sent.skipped or reply.skipped
-        result = None if reply.result is None or skipped else counted(reply.result, sent.counts)
+        result, counts = None if skipped else reply.result, sent.counts
+        if result is not None:  # what was not finite was found where the gradient was encoded
+            result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
         if reply.version is not None and arrived is not None:
             arrived(0, out.size)
         return Transferred(result, reply.claims, reply.version, spans, skipped, reply.fenced)
@@ -276,56 +252,37 @@ class Away:
             replace(request, scale=scale, timeout=timeout, encoding=how, compute_seconds=seconds)
         )
 
-    def _encode(
-        self, values: Flat, request: PushRequest, parts: Iterable[tuple[int, int]]
-    ) -> tuple[list[NDArray[np.uint8]], EncodeCounts]:
-        """Codes of parts of a gradient (first element and count), with the residual if errors are fed back.
-
-        Raises NotFinite.
-        """
+    def _encode(self, values: Flat, request: PushRequest) -> tuple[NDArray[np.uint8], EncodeCounts]:
+        """Codes of a gradient, with the residual if errors are fed back. Raises NotFinite."""
         how = request.encoding
         old, new = self._residual.begin() if how.error_feedback else (None, None)
-        codes, nonfinite, skipped = [], 0, 0
         try:
-            for first, count in parts:
-                own = slice(first, first + count)
-                data, counts = encode(
-                    values[own],
-                    how,
-                    scale=request.scale,
-                    first=first,
-                    residual=None if old is None else old[own],
-                    residual_out=None if new is None else new[own],
-                )
-                codes.append(data)
-                nonfinite, skipped = nonfinite + counts.nonfinite, skipped + counts.blocks_skipped
+            found = encode(values, how, scale=request.scale, residual=old, residual_out=new)
         except BaseException:
             if how.error_feedback:
                 self._residual.cancel()
             raise
         if new is not None and self._keep_residual is not None:
             self._keep_residual(request.staging, new)
-        return codes, EncodeCounts(nonfinite, skipped)
+        return found
 
-    def _values(self, request: PushRequest) -> NDArray[Any]:
-        """The push's fp32 numbers; of an encoded gradient only the averaged ones count."""
-        if request.gradient is None or request.encoded:
-            return self.staging(request.staging)
-        return request.gradient
+    def _vector(self, request: PushRequest) -> tuple[Coded, EncodeCounts]:
+        """Return the gradient as its codec has it, zero where no value lies, and what was not finite.
 
-    def _without_gaps(self, request: PushRequest) -> Flat:
-        """The gradient's values, zero where no parameter lies."""
-        values: Flat = self._values(request)
-        for a, b in self._gaps:
-            if values[a:b].any():
-                values = values.copy() if values is request.gradient else values
-                values[a:b] = 0.0
-        return values
-
-
-def counted(result: PushResult, counts: EncodeCounts) -> PushResult:
-    """The result with what was not finite where the gradient was encoded."""
-    return replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
+        Raises NotFinite.
+        """
+        given, codec, trained = request.gradient, request.encoding.codec, self.layout.trained_elements
+        values: Any = self.staging(request.staging) if given is None or request.encoded else given
+        if codec is Codec.F32 and not request.encoded:
+            check_finite(request, *(part.view(np.float32) for part in self._extents.held((values,))))
+            return (values,), NO_COUNTS
+        values = values if given is None or request.encoded else given.copy()
+        self._extents.blank((values,))  # a code's block may reach there
+        check_finite(request, values[trained:])  # the averaged ones
+        if request.encoded and given is not None:
+            return (given, values[trained:]), NO_COUNTS
+        codes, counts = self._encode(values[:trained], request)
+        return (codes, values[trained:]), counts
 
 
 def _is_encoded_here(request: PushRequest) -> bool:
@@ -337,19 +294,12 @@ def _keeps_residual(request: PushRequest) -> bool:
     return _is_encoded_here(request) and request.encoding.error_feedback
 
 
-def check_finite(request: PushRequest, values: NDArray[Any]) -> None:
+def check_finite(request: PushRequest, *values: NDArray[Any]) -> None:
     """Raise NotFinite for values that a push in fp32 may not have."""
-    if request.encoding.nonfinite == "error" and not np.isfinite(values).all():
+    if request.encoding.nonfinite == "error" and not all(np.isfinite(part).all() for part in values):
         raise NotFinite("push", "the gradient has a value that is not finite")
 
 
 def bounded(timeout: float) -> float:
     """A timeout that a server accepts."""
     return min(timeout, MAX_CALL_SECONDS)
-
-
-def _gaps(tensors: Sequence[Tensor], elements: int) -> list[tuple[int, int]]:
-    """Where no parameter lies: between the end of a group and that of its last chunk."""
-    ends = sorted((t.offset, t.offset + t.elements) for t in tensors if t.elements)
-    edges = [(0, 0), *ends, (elements, elements)]
-    return [(a[1], b[0]) for a, b in pairwise(edges) if a[1] < b[0]]

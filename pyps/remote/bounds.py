@@ -136,7 +136,8 @@ class AnswerRoom:
         return array
 
     def settle(self, size: int) -> None:
-        """The answer is there, and as large as this."""
+        """The answer is there, and as large as this; its arrays may hold more than is sent of them."""
+        size = max(size, sum(array.nbytes for array in self.arrays))
         more, self.size = size - self.size, size
         self._answers.add(self.peer, more)
 

@@ -149,7 +149,10 @@ class Client:
         reply, frames = self._wait(posted.seq)
         if isinstance(reply, Failure):
             raise raised(reply)
-        return self._value(posted.verb, reply), [frame.buffer for frame in frames]
+        try:
+            return posted.verb.value.decode(reply.value), [frame.buffer for frame in frames]
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StoreError(posted.verb.name, f"the server's answer is not understood: {error}") from None
 
     def set_server(self, server: bytes, client_timeout_seconds: float) -> None:
         """Set the server's identity and client timeout; the interval of pings follows from it."""
@@ -173,13 +176,6 @@ class Client:
         self._heartbeat.stop()
         self._context.term()
         os.close(self._bell)
-
-    @staticmethod
-    def _value(verb: LinkVerb[Any, R], reply: Answer) -> R:
-        try:
-            return verb.value.decode(reply.value)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise StoreError(verb.name, f"the server's answer is not understood: {error}") from None
 
     def _dial(self, monitored: bool = False) -> zmq.Socket[bytes]:
         """A socket on its way to the server."""

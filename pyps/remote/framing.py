@@ -17,13 +17,23 @@ from pyps.errors import InvalidArgument
 FRAME_BYTES = 1 << 18
 
 Frames = Sequence[Any]  # buffers: what came after a header
-Reply = tuple[Any, tuple[NDArray[Any], ...]]  # a value, and what follows the header
+Reply = tuple[Any, Sequence[NDArray[Any]]]  # a value, and what follows the header
 
 
 def to_frames(arrays: Iterable[NDArray[Any]]) -> list[memoryview]:
-    """The bytes of contiguous arrays, one after the other, in views of FRAME_BYTES; none is copied."""
-    flat = [array.data.cast("B") for array in arrays if array.size]
-    return [view[at : at + FRAME_BYTES] for view in flat for at in range(0, len(view), FRAME_BYTES)]
+    """The bytes of contiguous arrays, one after the other, in frames of at most FRAME_BYTES.
+
+    Small arrays are copied, to share a frame; nothing else is.
+    """
+    frames: list[list[memoryview]] = []
+    room = 0  # in the last frame
+    for view in (array.data.cast("B") for array in arrays if array.size):
+        first = room if len(view) < FRAME_BYTES else 0
+        if first:
+            frames[-1].append(view[:first])
+        frames += [[view[at : at + FRAME_BYTES]] for at in range(first, len(view), FRAME_BYTES)]
+        room = (first - len(view)) % FRAME_BYTES
+    return [parts[0] if len(parts) == 1 else memoryview(b"".join(parts)) for parts in frames]
 
 
 def from_frames(what: str, found: Frames, *arrays: NDArray[Any]) -> None:
@@ -32,27 +42,23 @@ def from_frames(what: str, found: Frames, *arrays: NDArray[Any]) -> None:
     Raises InvalidArgument, having copied nothing, if it is not as large as they.
     """
     check_size(what, found, sum(array.nbytes for array in arrays))
-    rest = list(reversed([memoryview(piece).cast("B") for piece in found]))
+    pieces, piece = iter(found), memoryview(b"")
     for array in arrays:
         out, at = array.view(np.uint8).reshape(-1), 0
         while at < out.size:
-            piece = rest.pop()
+            piece = piece or memoryview(next(pieces)).cast("B")
             take = min(len(piece), out.size - at)
             out[at : at + take] = np.frombuffer(piece[:take], np.uint8)
-            at += take
-            if take < len(piece):
-                rest.append(piece[take:])
+            at, piece = at + take, piece[take:]
 
 
 def split_frames(found: Frames, size: int) -> tuple[bytearray, Frames]:
     """The first `size` bytes of what came, fewer if fewer came, and the rest."""
-    data, rest = bytearray(), [memoryview(piece).cast("B") for piece in found]
-    while rest and len(data) < size:
-        piece = rest.pop(0)
-        take = min(len(piece), size - len(data))
-        data += piece[:take]
-        if take < len(piece):
-            rest.insert(0, piece[take:])
+    data, rest = bytearray(), []
+    for piece in (memoryview(piece).cast("B") for piece in found):
+        missing = size - len(data)
+        data += piece[:missing]
+        rest.append(piece[missing:])
     return data, rest
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,9 +41,9 @@ from pyps.remote import verbs
 from pyps.remote.bounds import AnswerRoom
 from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames, Reply, check_size, from_frames
-from pyps.remote.parts import sent_ranges
+from pyps.remote.parts import Extents, sent_ranges
 from pyps.remote.site import MAKER, Site, Whose
-from pyps.remote.verbs import Arrays, Bulk, Caller, Handlers, LinkVerb
+from pyps.remote.verbs import Arrays, Bulk, Caller, Handler, Handlers
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.step.transfer import Transfers, Verb
 from pyps.store.codec import encoded_bytes, encoded_vector_bytes
@@ -321,30 +321,36 @@ class LinkSession:
         return claim
 
     @HANDLERS.bulk(verbs.PULL)
-    def pull(self, numbers: Frames, ranges: int | None) -> tuple[int, Arrays]:
+    def pull(self, numbers: Frames, codec: Codec, ranges: int | None) -> tuple[int, Arrays]:
         if ranges is not None:
-            parts, out = self._sent_ranges("pull", numbers, ranges)
+            parts, out = self._sent_ranges("pull", numbers, ranges, codec)
             return self.store.pull(out, parts), (out,)
         check_size("pull", numbers, 0)
-        flat = self.room.take(np.float32, self.layout.flat_elements)
-        return self.store.pull(flat), (flat,)
+        if codec is Codec.F32:
+            vector = self.room.take(np.float32, self.layout.flat_elements)
+            version = self.store.pull(vector)
+        else:
+            vector = self.room.take(np.uint8, encoded_vector_bytes(codec, self.layout))
+            version = self.store.pull_encoded(codec, vector)
+        return version, self._extents.held((vector,), codec)
 
     @HANDLERS.bulk(verbs.READ)
     def read(self, numbers: Frames, ranges: int, timeout: float) -> tuple[int, Arrays]:
         parts, out = self._sent_ranges("read", numbers, ranges)
         return self.store.read(Packer(parts, out), parts, timeout), (out,)
 
-    def _sent_ranges(self, what: str, numbers: Frames, count: int) -> tuple[Ranges, Flat]:
+    def _sent_ranges(
+        self, what: str, numbers: Frames, count: int, codec: Codec = Codec.F32
+    ) -> tuple[Ranges, Flat]:
         """The ranges that came, and memory for what they hold."""
-        parts, rest = sent_ranges(what, count, numbers, self.layout.flat_elements)
+        parts, rest = sent_ranges(what, count, numbers, self.layout.flat_elements, codec)
         check_size(what, rest, 0)
         size = elements(what, parts, self.layout.flat_elements)
         return parts, self.room.take(np.float32, size)
 
-    @HANDLERS.bulk(verbs.PULL_ENCODED)
-    def pull_encoded(self, numbers: Frames, codec: Codec) -> tuple[int, Arrays]:
-        data = self.room.take(np.uint8, encoded_vector_bytes(codec, self.layout))
-        return self.store.pull_encoded(codec, data), (data,)
+    @cached_property
+    def _extents(self) -> Extents:
+        return Extents.of(self.store.tensors, self.layout)
 
     @cached_property
     def _needs(self) -> PolicyNeeds:
@@ -367,7 +373,7 @@ class LinkSession:
                 return push(), None
             flat = self.room.take(np.float32, self.layout.flat_elements)
             result, version = self._pushed(sent, numbers, lambda request: self.store.exchange(request, flat))
-            return result, (version, (flat,))
+            return result, (version, self._extents.held((flat,)))
 
         done = self._transfers.run(
             header.ask,
@@ -377,14 +383,11 @@ class LinkSession:
                 Verb.EXCHANGE: exchange,
                 Verb.SKIP: lambda: self._pushed(skip, (), self.store.push),
                 Verb.CLAIM: lambda: claim if (claim := self.store.start_ahead()).count else None,
-                Verb.PULL: lambda: self._pull_as(header.codec),
+                Verb.PULL: lambda: self.pull((), header.codec, None),
             },
         )
         version, arrays = done.pulled or (None, ())
         return TransferReply.of(done, version), arrays
-
-    def _pull_as(self, codec: Codec) -> tuple[int, Arrays]:
-        return self.pull((), None) if codec is Codec.F32 else self.pull_encoded((), codec)
 
     def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], T]) -> T:
         """Copy the gradient to a staging buffer and push it, or resume a push that waits in an open round."""
@@ -431,21 +434,18 @@ class LinkSession:
 
     def _of_ranges(self, count: int, codec: Codec, numbers: Frames) -> dict[str, Any]:
         """The fields of a push whose gradient is of ranges."""
-        if codec is not Codec.F32:
-            raise InvalidArgument("push", f"codec: found {codec.name} with ranges; expected F32")
-        parts, rest = sent_ranges("push", count, numbers, self.layout.flat_elements)
+        parts, rest = sent_ranges("push", count, numbers, self.layout.flat_elements, codec)
         gradient = np.empty(elements("push", parts, self.layout.flat_elements), np.float32)
         from_frames("push", rest, gradient)
         return {"ranges": parts, "gradient": gradient}
 
     def _fill(self, staging: int, codec: Codec, numbers: Frames) -> None:
-        flat = self.store.staging(staging)
+        flat, trained = self.store.staging(staging), self.layout.trained_elements
         if codec is Codec.F32:
-            from_frames("push", numbers, flat)
+            self._extents.fill("push", numbers, (flat,))
         else:
-            trained = self.layout.trained_elements
             codes = self.store.staging_codes(staging, encoded_bytes(codec, trained))
-            from_frames("push", numbers, codes, flat[trained:])
+            self._extents.fill("push", numbers, (codes, flat[trained:]), codec=codec)
 
     @HANDLERS.plain(verbs.SHOULD_CONTINUE)
     def should_continue(self, done: int, following: int) -> Advice:
@@ -462,10 +462,6 @@ class LinkSession:
             raise InvalidArgument("replan", f"batches: found {found}")
         self.store.replan(batches, plan)
 
-    @HANDLERS.plain(verbs.AWAIT_TURN)
-    def await_turn(self, timeout: float) -> None:
-        self.store.await_turn(timeout)
-
     @HANDLERS.bulk(verbs.SNAPSHOT)
     def snapshot(self, numbers: Frames, states: int, timeout: float) -> tuple[int, Arrays]:
         layout = self.layout
@@ -474,13 +470,14 @@ class LinkSession:
         vectors = [self.room.take(np.float32, layout.flat_elements) for _ in range(1 + states)]
         steps = self.room.take(np.float64, layout.chunks)
         version = self.store.snapshot(vectors[0], vectors[1:], steps, timeout)
-        return version, (*vectors, steps)
+        return version, [*(part for vector in vectors for part in self._extents.held((vector,))), steps]
 
     @HANDLERS.bulk(verbs.STATE)
     def state(self, numbers: Frames, timeout: float) -> tuple[tuple[StateHeader, tuple[int, ...]], Arrays]:
         found = self.store.state_in(timeout, partial(self.room.take, np.float32))
-        arrays = (found.parameters, *found.vectors, *found.residuals.values())
-        return (found.header, tuple(found.residuals)), arrays
+        vectors = found.parameters, *found.vectors, *found.residuals.values()
+        held = [part for vector in vectors for part in self._extents.held((vector,))]
+        return (found.header, tuple(found.residuals)), held
 
 
 def _most_bytes(back: Bulk, layout: Layout) -> int:
@@ -489,24 +486,14 @@ def _most_bytes(back: Bulk, layout: Layout) -> int:
     return 4 * (1 + more[back]) * layout.flat_elements + 8 * layout.chunks
 
 
-def _by_store(verb: LinkVerb[P, R], function: Callable[Concatenate[LocalBackend, P], R]) -> None:
-    """The session's store does this by itself."""
-
-    def answer(session: LinkSession, /, *arguments: P.args, **named: P.kwargs) -> R:
-        return function(session.store, *arguments, **named)
-
-    HANDLERS.plain(verb)(answer)
+def _of_store(name: str) -> Callable[..., tuple[Any, Arrays]]:
+    """Return what a session's store does by itself, as pyps.store.backend.Backend has it."""
+    return lambda session, numbers, *arguments: (getattr(session.store, name)(*arguments), ())
 
 
-_by_store(verbs.REAP, LocalBackend.reap)
-_by_store(verbs.START_AHEAD, LocalBackend.start_ahead)
-_by_store(verbs.SET_MAX_SAMPLES, LocalBackend.set_max_samples)
-_by_store(verbs.SET_DATA_SET, LocalBackend.set_data_set)
-_by_store(verbs.SET_COST_MODEL, LocalBackend.set_cost_model)
-_by_store(verbs.STATUS, LocalBackend.status)
-_by_store(verbs.MEMBERS, LocalBackend.members)
-_by_store(verbs.RANKS, LocalBackend.ranks)
-_by_store(verbs.COSTS, LocalBackend.costs)
-_by_store(verbs.HYPER, LocalBackend.hyper)
-_by_store(verbs.WAIT, LocalBackend.wait)
-_by_store(verbs.SET_SCHEDULE, LocalBackend.set_schedule)
+for _verb in (
+    *(verbs.REAP, verbs.START_AHEAD, verbs.AWAIT_TURN, verbs.SET_MAX_SAMPLES, verbs.SET_DATA_SET),
+    *(verbs.SET_COST_MODEL, verbs.STATUS, verbs.MEMBERS, verbs.RANKS, verbs.COSTS, verbs.HYPER, verbs.WAIT),
+    verbs.SET_SCHEDULE,
+):
+    HANDLERS[_verb.name] = Handler(_verb, _of_store(_verb.name))

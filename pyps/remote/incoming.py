@@ -9,7 +9,7 @@ from typing import Any
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.wire import Call
 
-MAX_ARRAYS = 1024  # of a call; each may end in a short frame
+MAX_ARRAYS = 1024  # of a call, each in a frame; more have every other frame full
 
 
 @dataclass(eq=False)
@@ -23,8 +23,8 @@ class Incoming:
 
     def add(self, frame: Any) -> bool:
         """Take the next frame. Returns False if it is not what was announced."""
-        size = len(frame)
-        if not 0 < size <= min(self.left, FRAME_BYTES) or len(self.frames) > self._most_frames:
+        size, most = len(frame), 2 * (self.call.follow // FRAME_BYTES) + MAX_ARRAYS
+        if not 0 < size <= min(self.left, FRAME_BYTES) or len(self.frames) > most:
             return False
         self.left -= size
         if self.begin is not None:
@@ -35,7 +35,3 @@ class Incoming:
         """Keep nothing of what has come, and of what comes."""
         self.begin = None
         self.frames.clear()
-
-    @property
-    def _most_frames(self) -> int:
-        return self.call.follow // FRAME_BYTES + MAX_ARRAYS

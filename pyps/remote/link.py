@@ -14,19 +14,19 @@ from pyps.errors import InvalidArgument
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
-from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest, Traffic
+from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest
 from pyps.remote import verbs
 from pyps.remote.address import parse_address
 from pyps.remote.away import NO_COUNTS, Away, Outgoing, bounded, check_finite
 from pyps.remote.client import Client, Posted
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
-from pyps.remote.parts import extents, packed, show
+from pyps.remote.parts import packed, show
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.marks import run_and_servers
 
-OutgoingPush = tuple[PushHeader, tuple[NDArray[Any], ...], EncodeCounts]
+OutgoingPush = tuple[PushHeader, Sequence[NDArray[Any]], EncodeCounts]
 
 
 class LinkBackend(Away):
@@ -48,50 +48,46 @@ class LinkBackend(Away):
             client.close()
             raise
         super().__init__(where, client, opened)
-        self._back = np.empty(0, np.uint8)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.client.traffic
+        self._back, self.traffic = np.empty(0, np.uint8), client.traffic
 
     def pull(self, out: Flat, ranges: Ranges | None = None, codec: Codec = Codec.F32) -> int:
         codec = self.address.pull if ranges is None and codec is Codec.F32 else codec
-        if codec is not Codec.F32:
-            version, found = self.client.exchange(verbs.PULL_ENCODED(codec))
-        elif ranges is None:
-            version, found = self.client.exchange(verbs.PULL(None))
+        if ranges is None:
+            version, found = self.client.exchange(verbs.PULL(codec, None))
+            self._receive("pull", found, out, codec)
         else:
-            version, found = self.client.exchange(verbs.PULL(len(ranges)), (ranges,))
-        self._receive("pull", found, out, codec)
+            version, found = self.client.exchange(verbs.PULL(codec, len(ranges)), (ranges,))
+            from_frames("pull", found, out)
         self._compute_began = time.monotonic()
         return version
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
-        version, found = self.client.exchange(verbs.PULL_ENCODED(codec))
-        from_frames("pull", found, out)
+        version, found = self.client.exchange(verbs.PULL(codec, None))
+        self._extents.fill("pull", found, (out,), codec=codec)
         self._compute_began = time.monotonic()
         return version
 
     def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         """One version's parameters come over, and are shown then."""
         layout = self.layout
-        parts = extents(self._gaps, layout.flat_elements) if ranges is None else ranges
+        held = [(a, b - a) for a, b in self._extents.parts]
+        parts = np.array(held, np.uint64).reshape(-1, 2) if ranges is None else ranges
         out = np.empty(elements("read", parts, layout.flat_elements), np.float32)
         version, found = self.client.exchange(verbs.READ(len(parts), bounded(timeout)), (parts,))
         from_frames("read", found, out)
-        show(parts, out, self._gaps, visit, layout.chunk_params)
+        show(parts, out, self._extents, visit, layout.chunk_params)
         return version
 
     def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
         version, found = self.client.exchange(verbs.SNAPSHOT(len(state), bounded(timeout)))
-        from_frames("snapshot", found, out, *state, steps)
+        self._extents.fill("snapshot", found, (out,), *((vector,) for vector in state), rest=(steps,))
         return version
 
     def state(self, timeout: float) -> FlatState:
         layout = self.layout
         (header, ranks), found = self.client.exchange(verbs.STATE(bounded(timeout)))
         vectors = [np.empty(layout.flat_elements, np.float32) for _ in range(1 + layout.states + len(ranks))]
-        from_frames("state", found, *vectors)
+        self._extents.fill("state", found, *((vector,) for vector in vectors))
         residuals = vectors[1 + layout.states :]
         states = tuple(vectors[1 : 1 + layout.states])
         return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
@@ -122,12 +118,12 @@ class LinkBackend(Away):
     def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:
         """Parameters, as they came back, to `flat`."""
         if codec is Codec.F32:
-            from_frames(what, found, flat)
+            self._extents.fill(what, found, (flat,))
             return
         size = encoded_vector_bytes(codec, self.layout)
         if self._back.size != size:
             self._back = np.empty(size, np.uint8)
-        from_frames(what, found, self._back)
+        self._extents.fill(what, found, (self._back,), codec=codec)
         decode_vector(self._back, codec, self.layout, flat)
 
     def _sent(self, request: PushRequest) -> OutgoingPush:
@@ -142,19 +138,10 @@ class LinkBackend(Away):
         self._counts = NO_COUNTS
         if request.ranges is not None:
             return header, self._of_ranges(request, request.ranges), NO_COUNTS
-        whole, trained = self._values(request), self.layout.trained_elements
-        codec, counts = request.encoding.codec, NO_COUNTS
-        numbers: tuple[NDArray[Any], ...] = (whole,)
-        if request.samples and codec is not Codec.F32:
-            check_finite(request, self._without_gaps(request)[trained:])  # the averaged ones
-        if request.encoded and request.gradient is not None:
-            numbers = (request.gradient, whole[trained:])
-        elif request.samples and codec is not Codec.F32:
-            (codes,), counts = self._encode(self._without_gaps(request), request, [(0, trained)])
-            numbers, self._counts = (codes, whole[trained:]), counts
-        elif request.samples:
-            check_finite(request, self._without_gaps(request))
-        return header, numbers if request.samples else (), counts
+        if not request.samples:
+            return header, (), NO_COUNTS
+        vector, self._counts = self._vector(request)
+        return header, self._extents.held(vector, request.encoding.codec), self._counts
 
     def _of_ranges(self, request: PushRequest, ranges: Ranges) -> tuple[NDArray[Any], ...]:
         """The ranges of a push, and the gradient there."""
@@ -163,7 +150,8 @@ class LinkBackend(Away):
             raise InvalidArgument("push", f"{found}; expected F32")
         if not request.samples:
             return ()
-        values = packed(self._values(request), ranges) if request.gradient is None else request.gradient
+        given = request.gradient
+        values = packed(self.staging(request.staging), ranges) if given is None else given
         check_finite(request, values)
         return ranges, values
 

@@ -7,7 +7,7 @@ what comes from the other side is decoded as its types say. `by`: which sessions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from functools import update_wrapper
@@ -26,7 +26,9 @@ from pyps.store.backend import Backend, Count, Timeout
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Arrays = tuple[NDArray[Any], ...]
+Arrays = Sequence[NDArray[Any]]
+Plain = Callable[Concatenate[Any, P], R]  # a session's answer to a call
+WithNumbers = Callable[Concatenate[Any, Frames, P], tuple[R, Arrays]]
 
 
 class Caller(Flag):
@@ -124,11 +126,8 @@ class Calls(Protocol):
     def create(self, protocol: int, name: str, request_bytes: RequestBytes) -> OpenReply:
         """Make the store and open it. Numbers: pyps.remote.creation."""
 
-    def pull(self, ranges: Count | None) -> int:
-        """Numbers: the ranges; None: all parameters. Back: their values, after the version."""
-
-    def pull_encoded(self, codec: Codec) -> int:
-        """Back: the codes."""
+    def pull(self, codec: Codec, ranges: Count | None) -> int:
+        """Numbers: the ranges; None: all parameters. Back: their values in the codec, after the version."""
 
     def read(self, ranges: Count, timeout: Timeout) -> int:
         """Pull one version."""
@@ -157,7 +156,6 @@ SET_MAX_SAMPLES = verb(Backend.set_max_samples, Caller.WORKER)
 SET_DATA_SET = verb(Backend.set_data_set, Caller.WORKER)
 SET_COST_MODEL = verb(Backend.set_cost_model, Caller.WORKER)
 PULL = verb(Calls.pull, OPENED, Bulk.GRADIENT, Bulk.GRADIENT)
-PULL_ENCODED = verb(Calls.pull_encoded, OPENED, back=Bulk.GRADIENT)
 READ = verb(Calls.read, OPENED, Bulk.GRADIENT, Bulk.GRADIENT)
 SNAPSHOT = verb(Calls.snapshot, OPENED, back=Bulk.STORE)
 STATE = verb(Calls.state, OPENED, back=Bulk.STATE)
@@ -185,12 +183,10 @@ class Handler:
 class Handlers(dict[str, Handler]):
     """Hold what a server does for each verb, by its name."""
 
-    def plain(
-        self, asked: LinkVerb[P, R]
-    ) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    def plain(self, asked: LinkVerb[P, R]) -> Callable[[Plain[P, R]], Plain[P, R]]:
         """The decorated function's result is the verb's value: function(session, *arguments)."""
 
-        def register(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        def register(function: Plain[P, R]) -> Plain[P, R]:
             def answer(session: Any, numbers: Frames, *given: P.args, **none: P.kwargs) -> tuple[R, Arrays]:
                 return function(session, *given, **none), ()
 
@@ -199,32 +195,20 @@ class Handlers(dict[str, Handler]):
 
         return register
 
-    def bulk(
-        self, asked: LinkVerb[P, R]
-    ) -> Callable[
-        [Callable[Concatenate[Any, Frames, P], tuple[R, Arrays]]],
-        Callable[Concatenate[Any, Frames, P], tuple[R, Arrays]],
-    ]:
+    def bulk(self, asked: LinkVerb[P, R]) -> Callable[[WithNumbers[P, R]], WithNumbers[P, R]]:
         """The decorated function also takes the numbers that came, and gives those that go back."""
 
-        def register(
-            function: Callable[Concatenate[Any, Frames, P], tuple[R, Arrays]],
-        ) -> Callable[Concatenate[Any, Frames, P], tuple[R, Arrays]]:
+        def register(function: WithNumbers[P, R]) -> WithNumbers[P, R]:
             self[asked.name] = Handler(asked, function)
             return function
 
         return register
 
 
-class HasClient(Protocol):
-    @property
-    def client(self) -> Any: ...
-
-
 def call(asked: LinkVerb[P, R]) -> Callable[Concatenate[Any, P], R]:
     """A method that makes this call, of an object with a `client`."""
 
-    def method(self: HasClient, /, *arguments: P.args, **named: P.kwargs) -> R:
+    def method(self: Any, /, *arguments: P.args, **named: P.kwargs) -> R:
         value: R = self.client.call(asked(*arguments, **named))
         return value
 

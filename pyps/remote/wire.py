@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -48,13 +48,14 @@ from pyps.native.values import (
 from pyps.step.transfer import Ask, Done
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 9
+PROTOCOL = 10
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
 MAX_MESSAGE_CHARACTERS = 2000  # of an error: it may quote what was sent
 MAX_IN_FLIGHT = 16  # calls of a session: the transfers of the deepest pipeline, and some more
 
+T = TypeVar("T")
 RequestBytes = Annotated[int, Meta(ge=0, le=MAX_REQUEST_BYTES)]
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 
@@ -203,8 +204,8 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Ping | Bye)
-_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer | Failure | Pong)
+_requests: msgspec.msgpack.Decoder[Call | Ping | Bye] = msgspec.msgpack.Decoder(Call | Ping | Bye)
+_replies: msgspec.msgpack.Decoder[Answer | Failure | Pong] = msgspec.msgpack.Decoder(Answer | Failure | Pong)
 _creations = msgspec.msgpack.Decoder(CreateRequest)
 
 
@@ -232,20 +233,19 @@ def decode_request(header: Any) -> Call | Ping | Bye | Malformed:
     """A header from any client: never raises."""
     if len(header) > MAX_HEADER_BYTES:
         return Malformed(f"a header of {len(header)} bytes")
-    try:
-        request: Call | Ping | Bye = _requests.decode(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return Malformed(str(error))
-    return request
+    return _decoded(_requests, header)
 
 
 def decode_reply(header: Any) -> Answer | Failure | Pong | Malformed:
     """A header from a server: never raises."""
+    return _decoded(_replies, header)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], header: Any) -> T | Malformed:
     try:
-        reply: Answer | Failure | Pong = _replies.decode(header)
+        return decoder.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return Malformed(str(error))
-    return reply
 
 
 def failure(seq: int, error: StoreError) -> bytes:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InvalidArgument
@@ -21,15 +19,13 @@ from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.decisions import SEVERAL_SERVERS, PolicyParams, unmet
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
 from pyps.native.status import RankCounters
-from pyps.native.values import Agreement, Codec, Config, Flat, Layout, Tensor
+from pyps.native.values import Agreement, Config, Flat, Layout, Tensor
+from pyps.remote.parts import Extents
 from pyps.store.marks import mark, run_and_servers, sealed
 from pyps.store.policies import policy_named
 
 CHUNK_PARAMS = 32768  # as in csrc/store/geometry.c
 BLOCK = 256  # a codec's largest: shards begin where blocks do
-# Of a value.
-CODE_HALF_BYTES = {Codec.F32: 8, Codec.BF16: 4, Codec.F16: 4, Codec.INT8: 2, Codec.INT4: 1, Codec.NF4: 1}
-SCALE_BLOCK = {Codec.INT8: 256, Codec.INT4: 64, Codec.NF4: 64}
 APPLIER = policy_named("asp")  # of a shard: it applies what it is given, in the order in which it is given
 
 
@@ -57,10 +53,6 @@ class Shard:
     parts: tuple[tuple[int, int], ...]
     averaged: tuple[bool, ...]
 
-    def of(self, flat: Flat) -> Flat:
-        """This shard's part of a flat vector."""
-        return flat[self.first : self.first + self.elements]
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -82,6 +74,12 @@ class Cut:
     @property
     def trained_elements(self) -> int:
         return next((span.first for span in self.spans if span.averaged), self.flat_elements)
+
+    @property
+    def extents(self) -> list[Extents]:
+        """Return where the whole's vector holds each shard's values."""
+        held = [tuple((a, a + n) for a, n in shard.parts) for shard in self.shards]
+        return [Extents(parts, self.trained_elements, self.flat_elements) for parts in held]
 
     def layout(self, head: Layout, shards: Sequence[Layout]) -> Layout:
         """The whole's, from those of its stores."""
@@ -291,24 +289,3 @@ def whole_header(whole: Cut, header: StateHeader) -> StateHeader:
     described = len(header.tensors) - len(whole.spans)
     steps = tuple(header.steps[described + tensor.group] for tensor in whole.tensors)
     return replace(header, tensors=whole.tensors, steps=steps)
-
-
-def split_codes(codes: NDArray[Any], codec: Codec, shards: Sequence[Shard]) -> list[NDArray[np.uint8]]:
-    """Codes of all trained elements, as those of each shard."""
-    return [np.concatenate(parts) for parts in code_parts(codes, codec, shards)]
-
-
-def code_parts(
-    codes: NDArray[np.uint8], codec: Codec, shards: Sequence[Shard]
-) -> list[list[NDArray[np.uint8]]]:
-    """Where codes of all trained elements have each shard's: of its values, then of its blocks' scales."""
-    halves, block = CODE_HALF_BYTES[codec], SCALE_BLOCK.get(codec, 0)
-    edges = list(accumulate((shard.trained for shard in shards), initial=0))
-    scales = codes[edges[-1] * halves // 2 :]
-    found = []
-    for a, b in pairwise(edges):
-        parts = [codes[a * halves // 2 : b * halves // 2]]
-        if block:
-            parts.append(scales[4 * (a // block) : 4 * (b // block)])
-        found.append(parts)
-    return found

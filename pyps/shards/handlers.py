@@ -312,21 +312,20 @@ class ShardSession:
         self, numbers: Frames, run: int, tag: Tag, codec: Codec, timeout: float
     ) -> tuple[None, Arrays]:
         shard = self._shard_of(run)
-        flat = shard.pinned(self._whose.session, tag, timeout).flat
-        if codec is Codec.F32:
-            return None, (flat,)
-        trained = shard.layout.trained_elements
-        codes, _ = encode(flat[:trained], codec)
-        return None, (codes, flat[trained:])
+        flat, trained = shard.pinned(self._whose.session, tag, timeout).flat, shard.layout.trained_elements
+        coded = (flat,) if codec is Codec.F32 else (encode(flat[:trained], codec)[0], flat[trained:])
+        return None, shard.extents.held(coded, codec)
 
     @HANDLERS.bulk(verbs.READ_PINNED)
     def read_pinned(
         self, numbers: Frames, run: int, tag: Tag, states: int, timeout: float
     ) -> tuple[None, Arrays]:
-        kept = self._shard_of(run).pinned(self._whose.session, tag, timeout)
+        shard = self._shard_of(run)
+        kept = shard.pinned(self._whose.session, tag, timeout)
         if kept.steps is None or states not in (0, len(kept.states)):
             raise InvalidArgument("snapshot", f"states: found {states}; expected 0 or {len(kept.states)}")
-        return None, (kept.flat, *kept.states[:states], kept.steps)
+        vectors = kept.flat, *kept.states[:states]
+        return None, [*(part for vector in vectors for part in shard.extents.held((vector,))), kept.steps]
 
     def _check_caller(self, protocol: int, name: str) -> None:
         if protocol != PROTOCOL:

@@ -37,9 +37,9 @@ from pyps.native.local import LocalBackend
 from pyps.native.state import StoreState
 from pyps.native.values import Codec, Config, Encoding, Flat, PushRequest, Role, Tag
 from pyps.remote.bounds import memory_share
-from pyps.remote.framing import Frames, check_size, from_frames
+from pyps.remote.framing import Frames, check_size
+from pyps.remote.parts import SCALE_BLOCK, Extents
 from pyps.remote.wire import PushHeader
-from pyps.shards.cut import SCALE_BLOCK
 from pyps.shards.decisions import Decisions
 from pyps.shards.proofs import proof, receipt, same
 from pyps.shards.staged import StagedFile, StagedGradients
@@ -100,6 +100,7 @@ class ShardStore:
             self._applier.join(Role.WORKER, 0)
             self._applier.reap()
             self.layout, self.tensors = self._applier.layout, self._applier.tensors
+            self.extents = Extents.of(self.tensors, self.layout)
             self.policy_params = self._applier.policy_params
             self._watcher = LocalBackend.open(name)  # pulls what is there, without looking ahead
             self._watcher.join(Role.OBSERVER, -1)
@@ -151,10 +152,11 @@ class ShardStore:
         first server: nothing says when its gradient can go.
         """
         self._check_header(header)
-        size = encoded_vector_bytes(header.encoding.codec, self.layout)
-        check_size("push", numbers, size)
+        codec, extents = header.encoding.codec, self.extents
+        check_size("push", numbers, extents.size(codec))
+        size = encoded_vector_bytes(codec, self.layout)
         with self._place_of(session, tag[0]) as file:
-            file.fill(tag, header, size, lambda out: from_frames("push", numbers, out))
+            file.fill(tag, header, size, lambda out: extents.fill("push", numbers, (out,), codec=codec))
             try:
                 self._check_finite(header, file.numbers)
             except NotFinite:

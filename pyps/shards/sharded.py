@@ -38,7 +38,7 @@ from pyps.native.values import (
     Traffic,
 )
 from pyps.remote.address import parse_servers
-from pyps.remote.away import NO_COUNTS, Away, Outgoing, bounded, check_finite
+from pyps.remote.away import NO_COUNTS, Away, Outgoing, bounded
 from pyps.remote.client import Client, Posted
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
@@ -48,7 +48,6 @@ from pyps.shards import verbs
 from pyps.shards.cut import (
     Cut,
     check_policy,
-    code_parts,
     cut,
     cut_of_head,
     flat_of,
@@ -56,18 +55,17 @@ from pyps.shards.cut import (
     head_state,
     shard_config,
     shard_state,
-    split_codes,
     whole_header,
 )
 from pyps.shards.proofs import shard_session
 from pyps.shards.verbs import CommitHeader, CommitReply, LogKind
 from pyps.store.backend import MAX_CALL_SECONDS
-from pyps.store.codec import F32_BYTES, decode_vector, encoded_vector_bytes
+from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.marks import SEAL_BYTES
 
 R = TypeVar("R")
 PINNED_SECONDS = 60.0  # for a shard to reach a version that the first server has decided
-PartNumbers = list[tuple[NDArray[Any], ...]]  # of a gradient, one for each shard
+PartNumbers = list[list[NDArray[np.uint8]]]  # of a gradient, one for each shard
 
 
 class ShardedBackend(Away):
@@ -249,34 +247,25 @@ class ShardedBackend(Away):
 
     def _fetch(self, tag: Tag, flat: Flat, codec: Codec) -> None:
         """Every shard's part of what was pinned, to `flat`."""
-        parts = self._pinned(tag, codec)
-        for shard, layout, found in zip(self._cut.shards, self._layouts, parts, strict=True):
-            own = shard.of(flat)
-            if codec is Codec.F32:
-                from_frames("pull", found, own)
-                continue
-            codes = np.empty(encoded_vector_bytes(codec, layout), np.uint8)
-            from_frames("pull", found, codes)
-            decode_vector(codes, codec, layout, own)
+        if codec is Codec.F32:
+            self._fetch_codes(tag, flat, codec)
+        else:
+            codes = np.empty(encoded_vector_bytes(codec, self.layout), np.uint8)
+            self._fetch_codes(tag, codes, codec)
+            decode_vector(codes, codec, self.layout, flat)
 
-    def _pinned(self, tag: Tag, codec: Codec) -> list[Frames]:
-        """Return what was pinned, in this codec, of each shard."""
+    def _fetch_codes(self, tag: Tag, out: NDArray[Any], codec: Codec) -> None:
+        """The same, as the codec has it."""
         asked = verbs.PULL_PINNED(self._cut.run, tag, codec, PINNED_SECONDS)
-        return [found for _, found in self._all([asked] * len(self._shards))]
+        replies = self._all([asked] * len(self._shards))
+        for extents, (_, found) in zip(self._cut.extents, replies, strict=True):
+            from_frames("pull", found, *extents.held((out,), codec))
+        self._extents.blank((out,), codec)
 
     def pull_encoded(self, codec: Codec, out: NDArray[np.uint8]) -> int:
         version = self._pin(LogKind.PIN, lambda tag: self._fetch_codes(tag, out, codec))
         self._compute_began = time.monotonic()
         return version
-
-    def _fetch_codes(self, tag: Tag, out: NDArray[np.uint8], codec: Codec) -> None:
-        """Every shard's codes of what was pinned, to their places in `out`."""
-        shards, at = self._cut.shards, out.size - F32_BYTES * self.layout.averaged_elements
-        places = code_parts(out[:at], codec, shards)
-        for shard, place, found in zip(shards, places, self._pinned(tag, codec), strict=True):
-            end = at + F32_BYTES * (shard.elements - shard.trained)
-            from_frames("pull", found, *place, out[at:end])
-            at = end
 
     def read(self, visit: Visitor, ranges: Ranges | None, timeout: float) -> int:
         _refuse_ranges("read")
@@ -358,22 +347,11 @@ class ShardedBackend(Away):
             raise InvalidArgument(
                 "push", f"clip_norm: found {max(h.clip_norm for h in request.hyper)}; {expected}"
             )
-        header, counts = self._header(request), NO_COUNTS
+        header, codec = self._header(request), request.encoding.codec
         if not request.samples:
-            return header, [], counts
-        whole, shards, codec = self._without_gaps(request), self._cut.shards, request.encoding.codec
-        averaged = [whole[s.first + s.trained : s.first + s.elements] for s in shards]
-        if codec is not Codec.F32:
-            check_finite(request, whole[self.layout.trained_elements :])  # the averaged ones
-        if request.encoded and request.gradient is not None:
-            codes = split_codes(request.gradient, codec, shards)
-        elif codec is not Codec.F32:
-            trained = [(shard.first, shard.trained) for shard in shards]
-            codes, counts = self._encode(whole, request, trained)
-        else:
-            check_finite(request, whole)
-            return header, [(shard.of(whole),) for shard in shards], counts
-        return header, list(zip(codes, averaged, strict=True)), counts
+            return header, [], NO_COUNTS
+        vector, counts = self._vector(request)
+        return header, [extents.held(vector, codec) for extents in self._cut.extents], counts
 
     def snapshot(self, out: Flat, state: Sequence[Flat], steps: NDArray[np.float64], timeout: float) -> int:
         return self._pin(LogKind.PIN_ALL, lambda tag: self._read(tag, out, state, steps, timeout))
@@ -385,10 +363,12 @@ class ShardedBackend(Away):
         seconds = min(max(timeout, PINNED_SECONDS), MAX_CALL_SECONDS)
         asked = verbs.READ_PINNED(self._cut.run, tag, len(state), seconds)
         replies, at = self._all([asked] * len(self._shards)), 0
-        for shard, layout, (_, found) in zip(self._cut.shards, self._layouts, replies, strict=True):
-            vectors = [shard.of(vector) for vector in (flat, *state)]
-            from_frames("snapshot", found, *vectors, steps[at : at + layout.chunks])
+        for extents, layout, (_, found) in zip(self._cut.extents, self._layouts, replies, strict=True):
+            held = [part for vector in (flat, *state) for part in extents.held((vector,))]
+            from_frames("snapshot", found, *held, steps[at : at + layout.chunks])
             at += layout.chunks
+        for vector in (flat, *state):
+            self._extents.blank((vector,))
 
     def state(self, timeout: float) -> FlatState:
         layout, seq = self.layout, next(self._numbers)

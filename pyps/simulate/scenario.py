@@ -39,7 +39,6 @@ from pyps.solver.links import (
     LinkSlowdown,
     LinkSpec,
     link_slowdowns,
-    moved_parameters,
     shared_links,
 )
 from pyps.solver.mode import bits_of, stated_policy
@@ -349,7 +348,7 @@ def _model_bytes(cluster: Cluster, profiles: list[Profile]) -> float:
     """Bytes of the model: as the file says, else of the largest model in the profiles."""
     if cluster.simulation.model_bytes is not None:
         return float(cluster.simulation.model_bytes)
-    return float(FP32_BYTES * moved_parameters(max(profile.model.parameters or 0 for profile in profiles)))
+    return float(FP32_BYTES * max(profile.model.parameters or 0 for profile in profiles))
 
 
 @dataclass(frozen=True)

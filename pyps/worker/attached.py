@@ -10,11 +10,10 @@ from torch import nn
 from pyps.formats.mode import WorkerMode
 from pyps.native.decisions import PolicyNeeds
 from pyps.native.values import Codec, Encoding, PushRequest
-from pyps.solver.links import BYTES_PER_PARAMETER
 from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules
 from pyps.step.own import follows_own
-from pyps.store.codec import encoded_vector_bytes, name_of
+from pyps.store.codec import name_of
 from pyps.store.store import Store
 from pyps.worker.attach import Attachment, hyper_of
 from pyps.worker.binding import Binding
@@ -201,5 +200,4 @@ def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | No
     push, pull = name_of(settings.encoding.codec), name_of(settings.pull_codec)
     mode = WorkerMode(push_codec=push, pull_codec=pull, depth=settings.depth)
     layout, links = client.store.layout, settings.throttle.links if settings.throttle else ()
-    moved = encoded_vector_bytes(Codec.F32, layout) // BYTES_PER_PARAMETER
-    return ModeBalancer(choices, mode, moved, sum(link.latency_seconds for link in links))
+    return ModeBalancer(choices, mode, layout.parameters, sum(link.latency_seconds for link in links))

@@ -25,8 +25,9 @@ from pyps.formats.records import Span
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import Codec, Flat
 from pyps.profiler.throttle import NANOSECOND, sleep_until
+from pyps.remote.parts import Extents
 from pyps.solver.links import FairShares, LinkSpec
-from pyps.store.codec import as_codec, encoded_vector_bytes
+from pyps.store.codec import as_codec
 from pyps.store.store import Store
 from pyps.worker.background import CLOSE_SECONDS, BackgroundThread
 
@@ -247,7 +248,7 @@ class FarStore(Store):
         return found
 
     def _bytes(self, codec: Codec) -> int:
-        return encoded_vector_bytes(codec, self.layout)
+        return Extents.of(self.tensors, self.layout).size(codec)
 
     def close(self) -> None:
         """Leave the store, after what travels over the links."""

@@ -112,7 +112,7 @@ def test_a_scenario_is_what_the_file_says(cluster: Path) -> None:
     assert scenario.batches[0] > scenario.batches[2], "the planner's batches"
     assert scenario_of(cluster, even=True).batches == (32, 32, 32)
     assert scenario.server_bandwidth == 2e9
-    assert scenario.up_bytes == scenario.down_bytes == 4 * 8 * 32_768
+    assert scenario.up_bytes == scenario.down_bytes == 4 * 250_000
     assert [w.host for w in scenario.workers] == ["rack", "rack", ""]
     assert (scenario.workers[2].bandwidth, scenario.workers[2].latency) == (1e8, 0.001)
     assert [len(w.slowdowns) for w in scenario.workers] == [1, 1, 0]

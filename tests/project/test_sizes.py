@@ -19,17 +19,17 @@ MOST = {
     "pyps/formats": 2_473,  # the cost of lengths: 63 more
     "pyps/metrics": 278,
     "pyps/native": 2_184,  # a step's transfer, whole: 38 more, 190 fewer in worker, remote and shards
-    "pyps/remote": 4_202,
+    "pyps/remote": 4_198,
     "pyps/report": 2_468,
     "pyps/run": 2_380,
-    "pyps/shards": 2_355,
-    "pyps/simulate": 3_083,  # ways that shard by memory: 19 more
+    "pyps/shards": 2_313,
+    "pyps/simulate": 3_082,  # ways that shard by memory: 19 more
     "pyps/step": 913,  # a step that is not finite is skipped in one place: 13 more
     "pyps/store": 2_346,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     "pyps/torch": 7_108,  # samples shared by the cost of their lengths: 75 more; saved parts: 31
-    "pyps/worker": 7_960,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_455,  # shares of memory planned with batches, micro-batches, what helps: 750 more
+    "pyps/worker": 7_958,  # a rank's constants are compared with those of the store: 14 more
+    "solver": 11_448,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_618,  # the cost of lengths: 71 more
     "csrc": 12_194,  # a claim that a signal took away is given again: 18 more, 10 in Python
 }

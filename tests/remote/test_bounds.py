@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from remote_tools import RawClient, process
 
-from pyps.native.values import Role
+from pyps.native.values import Codec, Role
 from pyps.remote import open_store
 from pyps.remote.address import parse_address
 from pyps.remote.wire import PROTOCOL, Answer, Failure, Ping, encode
@@ -75,7 +75,7 @@ def greedy(address: str) -> Iterator[list[RawClient]]:
 @pytest.mark.parametrize("verb", ["snapshot", "state", "pull"])
 def test_answers_that_are_not_read_are_bounded(shm: Path, verb: str) -> None:
     """Also the first ones of each session: they are counted before they are made."""
-    arguments = {"snapshot": (2, 60.0), "state": (60.0,), "pull": (None,)}[verb]
+    arguments = {"snapshot": (2, 60.0), "state": (60.0,), "pull": (Codec.F32, None)}[verb]
     with serving() as (address, server), greedy(address) as clients:
         before = own_bytes(server)
         for _ in range(CALLS):
@@ -90,14 +90,14 @@ def test_answers_that_are_not_read_are_bounded(shm: Path, verb: str) -> None:
         with RawClient(address, "127.0.0.2") as other:
             assert isinstance(other.ask("hello", PROTOCOL, "model"), Answer)
             assert isinstance(other.ask("join", Role.OBSERVER, -1), Answer)
-            assert isinstance(other.ask("pull", None), Answer)
+            assert isinstance(other.ask("pull", Codec.F32, None), Answer)
 
 
 def test_a_waiting_answer_comes_when_earlier_ones_were_read(shm: Path) -> None:
     with serving(bound=4 * SIZE * 4) as (address, _), greedy(address) as clients:
         for client in clients:
             for _ in range(3):
-                client.send(client.message("pull", None))
+                client.send(client.message("pull", Codec.F32, None))
         left = dict.fromkeys(clients, 3)
         while any(left.values()):
             for client in clients:

@@ -194,7 +194,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         client.ask("join", Role.WORKER, 0)
         client.ask("start", -1.0)
         gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
-        numbers = np.ones(store.layout.flat_elements, np.float32)
+        numbers = np.ones(store.layout.parameters, np.float32)
         message = client.message("transfer", pushing(gradient), follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
@@ -293,7 +293,7 @@ def test_a_silent_worker_learns_what_became_of_its_push(store: Store, server: Se
         client.ask("join", Role.WORKER, 0)
         client.ask("start", -1.0)
         gradient = PushHeader(4, (HYPER,), 1.0, None, Encoding(Codec.F32))
-        numbers = np.ones(store.layout.flat_elements, np.float32)
+        numbers = np.ones(store.layout.parameters, np.float32)
         message = client.message("transfer", pushing(gradient), follow=numbers.nbytes)
         client.send(message, numbers)
         assert isinstance(first := client.reply(), Answer)
@@ -314,7 +314,7 @@ def test_an_observer_may_be_silent(store: Store, server: Server) -> None:
         client.ask("join", Role.OBSERVER, -1)
         eventually(lambda: server.counters.timed_out == 1)
         assert isinstance(client.ask("status"), Answer)
-        assert isinstance(client.ask("pull", None), Answer)
+        assert isinstance(client.ask("pull", Codec.F32, None), Answer)
 
 
 def test_a_rank_that_another_worker_took_is_busy(store: Store, server: Server) -> None:
@@ -329,7 +329,7 @@ def test_a_rank_that_another_worker_took_is_busy(store: Store, server: Server) -
             late = client.ask("rejoin")
             assert isinstance(late, Failure)
             assert late.code == Busy.code
-            assert isinstance(again := client.ask("pull", None), Failure)
+            assert isinstance(again := client.ask("pull", Codec.F32, None), Failure)
             assert again.code == Fenced.code
         assert isinstance(client.ask("rejoin"), Answer)
 

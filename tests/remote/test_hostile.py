@@ -211,7 +211,7 @@ class TestSizes:
     def test_a_second_try_replaces_the_first(self, store: Store, server: Server) -> None:
         """A connection broke within a gradient: what came of it is not mixed with what comes again."""
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
-        ones = np.ones(store.layout.flat_elements, np.float32)
+        ones = np.ones(store.layout.parameters, np.float32)
         with RawClient(server.address) as first:
             hello(first)
             first.ask("join", Role.WORKER, 0)
@@ -233,7 +233,7 @@ class TestSizes:
         self, store: Store, server: Server
     ) -> None:
         push = PushHeader(4, (Hyper(lr=1.0),), 1.0, 0.0, Encoding(Codec.F32))
-        ones = np.ones(store.layout.flat_elements, np.float32)
+        ones = np.ones(store.layout.parameters, np.float32)
         with RawClient(server.address) as old:
             hello(old)
             old.ask("join", Role.WORKER, 0)

@@ -130,7 +130,7 @@ def test_wrong_ranges_are_refused_and_take_no_memory(store: Store, server: Serve
     numbers = np.array(WRONG[case], np.uint64).reshape(-1, 2)
     push = PushHeader(4, HYPER, 1.0, 0.0, Encoding(Codec.F32), ranges=len(numbers))
     calls: dict[str, tuple[Any, ...]] = {
-        "pull": (len(numbers),),
+        "pull": (Codec.F32, len(numbers)),
         "read": (len(numbers), 1.0),
         "transfer": (pushing(push),),
     }
@@ -156,7 +156,9 @@ def test_numbers_that_do_not_fit_the_ranges(store: Store, server: Server) -> Non
         client.ask("join", Role.WORKER, 0)
         client.ask("start", 0.0)
         for count, data in ((1, ranges[:, :1]), (2, ranges), (1, np.zeros(6, np.uint64)), (2**31, ranges)):
-            client.send(client.message("pull", count, follow=data.nbytes), np.ascontiguousarray(data))
+            client.send(
+                client.message("pull", Codec.F32, count, follow=data.nbytes), np.ascontiguousarray(data)
+            )
             assert isinstance(client.reply(), Failure)
         for values in (0, 7, 9):
             push = PushHeader(4, HYPER, 1.0, 0.0, Encoding(Codec.F32), ranges=1)

@@ -106,7 +106,7 @@ def hear(child: subprocess.Popen[str]) -> list[str]:
 @pytest.mark.timed
 def test_a_step_takes_what_the_link_takes(store: Store, tmp_path: Path) -> None:
     """Encrypted; the time of a transfer is its bytes over the rate, and no more bytes go than have to."""
-    whole = store.layout.flat_elements * 4
+    whole = store.layout.parameters * 4
     with training(tmp_path, "f32") as (pair, child):
         assert hear(child) == ["ready"]
         before = pair.wire_bytes()
@@ -135,7 +135,7 @@ def test_fewer_bits_take_less_time(store: Store, tmp_path: Path) -> None:
             say(child)
             push, pull, sent, received = map(float, hear(child))
             hear(child)
-        whole = store.layout.flat_elements * 4
+        whole = store.layout.parameters * 4
         assert sent / whole == pytest.approx(4.5 / 32, rel=0.01)
         assert received / whole == pytest.approx(8.125 / 32, rel=0.01)
         assert push + pull < 1.2 * whole / BYTES_PER_SECOND, "both ways in the time of one as fp32"

@@ -25,7 +25,6 @@ from pyps.remote.keys import read_client_keys, read_server_keys
 from pyps.remote.server import Server
 from pyps.remote.wire import MAX_HEADER_BYTES, PROTOCOL, Answer, Failure, PushHeader
 from pyps.store import Store
-from pyps.store.codec import encoded_bytes
 
 HYPER = Hyper(lr=0.5)
 F32, INT8, INT4 = Encoding(Codec.F32), Encoding(Codec.INT8), Encoding(Codec.INT4)
@@ -207,13 +206,13 @@ WRONG = {
     "an unknown verb": ("close", ()),
     "a private one": ("_return", ()),
     "too few arguments": ("start", ()),
-    "too many": ("pull", (None, 1)),
+    "too many": ("pull", (Codec.F32, None, 1)),
     "not a number": ("start", (float("nan"),)),
     "for ever": ("start", (float("inf"),)),
     "a rank below any": ("join", (Role.WORKER, -2)),
     "a rank above any": ("join", (Role.WORKER, 2**40)),
     "an unknown role": ("join", (9, 0)),
-    "an unknown codec": ("pull_encoded", (9,)),
+    "an unknown codec": ("pull", (9, None)),
     "negative samples": ("transfer", (pushing({**RIGHT, "samples": -1}),)),
     "a step size below 0": ("transfer", (pushing({**RIGHT, "hyper": [{"lr": -1.0}]}),)),
     "an unknown codec of a push": ("transfer", (pushing({**RIGHT, "encoding": {"codec": 9}}),)),
@@ -254,17 +253,17 @@ def test_numbers_of_the_wrong_size_are_refused(store: Store, server: Server) -> 
         client.ask("hello", PROTOCOL, "model")
         client.ask("join", Role.WORKER, 0)
         client.ask("start", 0.0)
-        size = store.layout.flat_elements * 4
+        size = store.layout.parameters * 4
         for wrong in (0, 1, size - 4, size - 1):
             push(client, F32, np.zeros(wrong, np.uint8))
             assert isinstance(reply := client.reply(), Failure)
             assert reply.code == "PYPS_EINVAL"
         codes = np.full(size, 255, np.uint8)  # scales that are NaN
-        few = codes[: encoded_bytes(Codec.INT8, store.layout.flat_elements)]
+        few = codes[: SIZE + 4 * -(-SIZE // 256)]  # codes of the values alone, and their blocks' scales
         push(client, INT8, few)
         assert isinstance(reply := client.reply(), Failure)
         assert reply.code == "PYPS_ENONFINITE"
-        right = np.zeros(store.layout.flat_elements, np.float32)
+        right = np.zeros(store.layout.parameters, np.float32)
         push(client, F32, right)
         assert isinstance(client.reply(), Answer)
     assert store.status().version == 1
@@ -277,7 +276,7 @@ def test_a_frame_larger_than_any_gradient_ends_the_connection(server: Server) ->
         assert isinstance(client.ask("hello", PROTOCOL, "model"), Answer)
         monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         huge = np.empty(1 << 28, np.uint8)  # never written: no memory of ours either
-        client.socket.send_multipart([client.message("pull", None), huge], copy=False)
+        client.socket.send_multipart([client.message("pull", Codec.F32, None), huge], copy=False)
         assert monitor.poll(20_000), "the server hung up"
         monitor.close()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # in KiB

@@ -270,7 +270,7 @@ def test_a_nan_in_one_part_refuses_the_push_at_every_server(
         staging.flat[-1] = np.nan
         with pytest.raises(NotFinite):
             store.push(staging, claim.count, ONE)
-        monkeypatch.setattr("pyps.shards.sharded.check_finite", lambda *_: None)
+        monkeypatch.setattr("pyps.remote.away.check_finite", lambda *_: None)
         with pytest.raises(NotFinite):
             store.push(staging, claim.count, ONE)
         assert store.status().version == 0

@@ -18,7 +18,7 @@ from pyps.formats.cluster import Job, Shared
 from pyps.formats.mode import Pace
 from pyps.formats.plan import check_plan
 from pyps.run.ranks import even_plan, with_split
-from pyps.solver.links import WIRE_BYTES, moved_parameters
+from pyps.solver.links import WIRE_BYTES
 from pyps.solver.plan import make_plan
 
 SPEEDS = (1, 2, 3, 4)
@@ -113,7 +113,7 @@ def test_averaged_moments_take_their_time_on_a_link(moments: int) -> None:
     assert plan.run is not None
     assert (plan.run.average_moments or 0) == moments
     assert alike.model.parameters is not None
-    numbers = moved_parameters(alike.model.parameters)
+    numbers = alike.model.parameters
     each_way = [WIRE_BYTES[8] + 4 * moments, WIRE_BYTES[32] + 4 * moments]
     assert plan.workers[1].link_seconds == pytest.approx(sum(each_way) * numbers / 1e8)
 

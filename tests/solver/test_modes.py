@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from planning_tools import profile
+from planning_tools import PARAMETERS, profile
 from sampled import examples
 
 from pyps.errors import InputError
@@ -35,7 +35,7 @@ from pyps.solver.problem import planning_problem
 from pyps.solver.ranks import planned_ranks
 from pyps.store.policies import Policy, policy_named
 
-MOVED = 4 * 32_768  # the chunks that the store moves for them
+MOVED = PARAMETERS
 SAME = 1e-9  # relative
 CLOSE = 1e-6  # relative: HiGHS' tolerance
 

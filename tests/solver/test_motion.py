@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from planning_tools import profile
+from planning_tools import PARAMETERS, profile
 from sampled import sampled
 
 from pyps.formats import Cluster, read_cluster, write_json
@@ -17,7 +17,7 @@ from pyps.solver.motion import Trip, iteration_in_motion
 from pyps.solver.plan import make_plan
 from pyps.store.policies import policy_named
 
-MOVED = 4 * 4 * 32_768  # bytes of the chunks that the store moves for these profiles
+MOVED = 4 * PARAMETERS  # bytes of one way at 32 bits
 
 
 def test_a_worker_alone_takes_its_step() -> None:

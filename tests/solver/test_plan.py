@@ -18,7 +18,7 @@ from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks, problem_of
 
 PARAMETERS = 1_000_000
-MOVED = 31 * 32_768  # the chunks that the store moves for them
+MOVED = PARAMETERS
 
 
 def profile(a: float, c: float = 0.01, **changes: Any) -> Profile:

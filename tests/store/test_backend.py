@@ -21,7 +21,7 @@ from pyps.store.backend import Backend
 VERBS = [name for name, value in vars(Backend).items() if not name.startswith("_") and callable(value)]
 FACTS = [name for name, value in vars(Backend).items() if isinstance(value, property)]
 HERE = {"close", "stage", "unstage", "staging", "keep_residual", "journal"}  # the client does them itself
-SENT = {"begin_transfer": "transfer"}  # under another name, as its end is another call
+SENT = {"begin_transfer": "transfer", "pull_encoded": "pull"}  # by these calls
 TABLE = {**pyps.remote.verbs.VERBS, **pyps.shards.verbs.VERBS}
 
 

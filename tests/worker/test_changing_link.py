@@ -20,7 +20,7 @@ from pyps.worker.settings import Settings, ThrottleSpec
 
 pytestmark = pytest.mark.slow
 
-MOVED = 4 * 32_768  # bytes of one way at 32 bits: a small model is one chunk
+MOVED = 4 * (6 * 8 + 8 + 8 * 2 + 2)  # bytes of one way at 32 bits
 COMPUTE, ONE_WAY = 0.03, 0.01
 SHRUNK = LinkSlowdown(begin=0.8, end=2.2, factor=6.0)
 STEPS = 110

@@ -22,7 +22,6 @@ from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
 from pyps.worker.loop import Worker
 from pyps.worker.settings import Settings, ThrottleSpec
 
-CHUNK = 32_768  # numbers: what a small model fills up to, and so what travels
 PROFILE = {
     "schema": "pyps.profile/1",
     "device": {"name": "d"},
@@ -194,7 +193,7 @@ def test_pushes_and_pulls_cross_it(shm: Path, depth: int, transfers: int) -> Non
     one_way, steps = 0.03, 6
     model = torch.nn.Linear(10, 1, bias=False)
     fit = Fit(kind="affine", fixed_seconds=2 * one_way, trusted_min_batch=1, trusted_max_batch=99)
-    link = LinkSpec(0.0, 4 * CHUNK / one_way)
+    link = LinkSpec(0.0, 4 * 10 / one_way)
     settings = Settings(
         store="run",
         rank=0,
