@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -55,10 +55,6 @@ class LinkCost:
         if not self.duplex:
             return self.seconds(push, pull)
         return max(self.one_way_seconds(push), self.one_way_seconds(pull))
-
-    def at_bits(self, push: Bits, pull: Bits) -> LinkCost:
-        """A link on which 32 bits take as long as these do here."""
-        return replace(self, model_seconds=self.wire_seconds(push, pull) / 2 - self.averaged_seconds)
 
     def seconds(self, push: Bits = 32, pull: Bits = 32) -> float:
         """Seconds of a push followed by a pull of the whole model."""

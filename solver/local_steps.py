@@ -70,7 +70,10 @@ def local_groups(
             group,
             max_batch=min(size, most),
             max_accumulation=min(MAX_PARTS, -(-samples // max(1, min(size, most)))),
-            batch_multiple=size if whole and _in_whole_steps(group, size, few) else group.batch_multiple,
+            # Steps all have `size` samples where smaller ones may have fewer than the least.
+            batch_multiple=size
+            if whole and (group.batch_multiple > 1 or size < 2 * few - 1)
+            else group.batch_multiple,
         )
         for group, size, most, few in zip(groups, sizes, at_once, least, strict=True)
     ]
@@ -112,11 +115,6 @@ def _smallest_fast(
     count = min(even, MOST_SIZES)
     rates = {size: rate(size) for size in (1 + k * (even - 1) // max(1, count - 1) for k in range(count))}
     return min(size for size, found in rates.items() if found >= (1.0 - SLOWER) * max(rates.values()))
-
-
-def _in_whole_steps(group: WorkerGroup, size: int, least: int) -> bool:
-    """Return whether a group's local steps all have `size` samples: smaller may have fewer than `least`."""
-    return group.batch_multiple > 1 or size < 2 * least - 1
 
 
 def _local_batch(group: WorkerGroup, most: int, least: int) -> int:

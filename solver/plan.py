@@ -499,8 +499,10 @@ def _turns(
     constrained: what was planned. used: the ranks in use; compute, links, modes: of each of these.
     """
     ring = r2sp_schedule(used, compute, links, modes)
-    known = [
-        link.at_bits(*bits_of(mode)) for link, mode in zip(links, modes, strict=True) if link is not None
+    known = [  # links on which 32 bits take as long as the mode's do
+        replace(link, model_seconds=link.wire_seconds(*bits_of(mode)) / 2 - link.averaged_seconds)
+        for link, mode in zip(links, modes, strict=True)
+        if link is not None
     ]
     if ring.feasible is not False:
         return ring

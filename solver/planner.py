@@ -98,7 +98,8 @@ class Planner:
 
     def row_of(self, point: ParetoPoint) -> dict[str, Any]:
         """A point of a front as plain data, with the batch of every rank."""
-        batches = zip(point.solution.batches.tolist(), self._ranks_each(), strict=True)
+        ranks = [group.ranks_each for group in self.cluster.worker for _ in range(group.count)]
+        batches = zip(point.solution.batches.tolist(), ranks, strict=True)
         return {
             "iteration_seconds": point.solution.iteration_seconds,
             "price_per_hour": point.price_per_hour,
@@ -109,9 +110,6 @@ class Planner:
     def names(self) -> list[str]:
         """The group of each worker, a node being one."""
         return [group.name for group in self.cluster.worker for _ in range(group.count)]
-
-    def _ranks_each(self) -> list[int]:
-        return [group.ranks_each for group in self.cluster.worker for _ in range(group.count)]
 
     def _price(self) -> Floats:
         """The price of an hour of each worker. Raises InputError where a group states none."""

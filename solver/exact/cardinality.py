@@ -76,7 +76,9 @@ def _search(
     samples that any k optional workers can take.
     """
     least, sure = sum(s.first for s in fixed), sum(s.last for s in fixed)
-    if not meets(_loosest(classes, fixed), total):
+    # Sets that contain every sum that any number of the workers can reach, and possibly more.
+    loosest = fixed + [Progression(0, c.reach[-1], c.batch_multiple) for c in classes]
+    if not meets(loosest, total):
         return None
     greedy = _greedy(classes, spare)
 
@@ -119,11 +121,6 @@ def _sets_of(classes: list[_Class], taken: list[int], fixed: list[Progression]) 
         if j
     ]
     return fixed + taken_sets
-
-
-def _loosest(classes: list[_Class], fixed: list[Progression]) -> list[Progression]:
-    """Sets that contain every sum that any number of the workers can reach, and possibly more."""
-    return fixed + [Progression(0, c.reach[-1], c.batch_multiple) for c in classes]
 
 
 def meets(sets: list[Progression], total: int) -> bool:

@@ -385,7 +385,7 @@ def _split_by_sums(problem: Problem) -> Ints | None:
     Subset sum settles t, which workers are used and the total of each multiple; `_split_by_order` shares
     these.
     """
-    order = _canonical_order(problem)
+    order = np.lexsort(problem.keys())  # by the workers' values, not by their positions
     problem = at_index(problem, order)
     total = problem.global_batch
 
@@ -487,8 +487,3 @@ def at_index(problem: Problem, index: Ints) -> Problem:
         pool=None if problem.pool is None else replace(problem.pool, each=problem.pool.each[index]),
         at_once=None if problem.at_once is None else problem.at_once[index],
     )
-
-
-def _canonical_order(problem: Problem) -> Ints:
-    """An order by the workers' values, not by their positions; equal workers keep their order."""
-    return np.lexsort(problem.keys())

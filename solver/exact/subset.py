@@ -16,7 +16,6 @@ The search over subsets is in the BOA authors' thesis; the objective and this so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -226,7 +225,9 @@ class SubsetSearch:
             return False
         workers = np.flatnonzero(allowed)
         problem = at_index(self.bounds, workers)
-        t = earliest(problem, _enough(problem, count), self._to_beat(limit))
+        t = earliest(
+            problem, lambda most: within_count(problem, most, count) is not None, self._to_beat(limit)
+        )
         if t is None:
             return False
         t = max(t, self.least_seconds)
@@ -247,7 +248,3 @@ class SubsetSearch:
         batches = np.zeros(len(self.usable), np.int64)
         batches[workers[used]] = solve(at_index(problem, used)).batches
         return _valued(self.bounds, self.sync, batches)
-
-
-def _enough(problem: Problem, count: int) -> Callable[[Ints], bool]:
-    return lambda most: within_count(problem, most, count) is not None

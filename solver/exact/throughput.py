@@ -97,7 +97,7 @@ class _Search:
         found, order = self._solved(first), itertools.count()
         heap = [] if found is None else [(-self._bound(found), next(order), first, found)]
         for _ in range(MOST_NODES):
-            if not heap or -heap[0][0] <= self._rate() * (1 + SAME) or self._has_worked():
+            if self.work > MOST_PROBLEMS * MOST_WORK or not heap or -heap[0][0] <= self._rate() * (1 + SAME):
                 break
             _, _, box, found = heapq.heappop(heap)
             for part in self._parts(box, found.batches):
@@ -115,9 +115,6 @@ class _Search:
 
     def _bound(self, found: Throughput) -> float:
         return found.samples_per_second * (1 + found.gap)
-
-    def _has_worked(self) -> bool:
-        return self.work > MOST_PROBLEMS * MOST_WORK
 
     def _solved(self, box: _Counts) -> Throughput | None:
         """The optimum of a box without side constraints, which becomes the best if it keeps them all; None

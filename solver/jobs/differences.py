@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pyps.formats import Cluster, Plan, Profile
-from pyps.formats.mode import RunTable
 from pyps.profiler.multiples import fit_at
 from pyps.solver.mode import stated_policy
 from pyps.solver.ranks import cost_of, max_batch_of
@@ -21,18 +20,16 @@ def differences(plan: Plan, cluster: Cluster, profiles: Sequence[Profile]) -> li
     profiles: one with a fit for each group of the cluster. Links and prices are not compared: a plan does not
     say them.
     """
-    return [*_of_job(plan, cluster), *_of_run(plan, cluster.run), *_of_workers(plan, cluster, profiles)]
+    return [*_of_job(plan, cluster), *_of_workers(plan, cluster, profiles)]
 
 
 def _of_job(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Of [run] only what both state: a mode may come from options of pyps-plan."""
+    run = cluster.run
     if plan.global_batch != cluster.job.global_batch and cluster.run.local_steps is None:
         yield _line("job.global_batch", cluster.job.global_batch, plan.global_batch)
     if plan.unit != cluster.job.unit:
         yield _line("job.unit", cluster.job.unit, plan.unit)
-
-
-def _of_run(plan: Plan, run: RunTable) -> Iterator[str]:
-    """Only what both state: a mode may come from options of pyps-plan."""
     if plan.run is None or not run.is_stated:
         return
     if run.policy is not None and not plan.run.policy.startswith(stated_policy(run).partition(":")[0]):

@@ -47,7 +47,8 @@ def _by_exact_solvers(constrained: ConstrainedProblem, time_limit: float | None)
             raise with_remedies(constrained, error.reason) from None
     if constrained.may_not_bind:
         found = evaluate(constrained, solve_subset(constrained.problem, constrained.sync).batches)
-        if not constrained.has_side_constraints or found.longest_seconds <= _longest_step(found):
+        steps = float(found.step_seconds.max()) + found.sync_seconds
+        if not constrained.has_side_constraints or found.longest_seconds <= steps:
             return found
     with contextlib.suppress(TooManyKinds):
         if handles(constrained):
@@ -56,10 +57,6 @@ def _by_exact_solvers(constrained: ConstrainedProblem, time_limit: float | None)
                 raise with_remedies(constrained)
             return best
     return solve_by_milp(constrained, time_limit)
-
-
-def _longest_step(solution: ConstrainedSolution) -> float:
-    return float(solution.step_seconds.max()) + solution.sync_seconds
 
 
 def solve_by_milp(
@@ -109,7 +106,9 @@ def constrained_milp(constrained: ConstrainedProblem) -> tuple[Milp, Any]:
         for k in group[1:]:
             model += used[int(k)] == used[int(group[0])]
     _add_resources(milp, constrained)
-    _break_symmetry(milp, constrained)
+    for alike in constrained.kinds():  # of interchangeable workers the first take the larger batches
+        for left, right in itertools.pairwise(alike):
+            model += milp.steps[left] >= milp.steps[right]
     if constrained.sync.kind == "none":
         return milp, milp.t + 0
     sync = model.add_variable("sync", lowBound=0)
@@ -170,10 +169,3 @@ def _add_sync(milp: Milp, sync: Sync, seconds: Any) -> None:
             cost = float(sync.by_link(count)[place]) / milp.scale
             if cost > 0:
                 model += seconds >= cost * (y + link_used - 1)
-
-
-def _break_symmetry(milp: Milp, constrained: ConstrainedProblem) -> None:
-    """Orders interchangeable workers: the first take the larger batches."""
-    for group in (group for group in constrained.kinds() if len(group) > 1):
-        for left, right in itertools.pairwise(group):
-            milp.model += milp.steps[left] >= milp.steps[right]

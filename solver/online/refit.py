@@ -123,9 +123,6 @@ class OnlineCost:
         """The relative standard error of the time that was measured of the latest batch."""
         return next(reversed(self.known.values())).error if self.known else 0.0
 
-    def _points(self) -> dict[int, Timed]:
-        return {b: t for b, t in self.known.items() if math.isfinite(self.prior.seconds(b))}
-
     def observe(self, batch: int, times: Sequence[float]) -> None:
         """Take in one window: the seconds of its steps, each of `batch` samples."""
         if not times or not math.isfinite(self.prior.seconds(batch)):
@@ -272,7 +269,7 @@ class OnlineCost:
 
     def _estimate(self) -> tuple[Cost, float, float, float]:
         """The cost, its f, and the bounds between which that may be."""
-        points = self._points()
+        points = {b: t for b, t in self.known.items() if math.isfinite(self.prior.seconds(b))}
         if not points:
             return self.prior, 1.0, 1.0, 1.0
         low, high = self._bounds()

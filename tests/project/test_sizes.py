@@ -29,7 +29,7 @@ MOST = {
     "pyps/tasks": 403,
     "pyps/torch": 7_108,  # samples shared by the cost of their lengths: 75 more; saved parts: 31
     "pyps/worker": 7_958,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_448,  # shares of memory planned with batches, micro-batches, what helps: 750 more
+    "solver": 11_414,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_618,  # the cost of lengths: 71 more
     "csrc": 12_194,  # a claim that a signal took away is given again: 18 more, 10 in Python
 }
