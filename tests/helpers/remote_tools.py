@@ -19,13 +19,18 @@ from typing import Any
 
 import zmq
 
+from pyps.native.values import Hyper, PushResult
+from pyps.remote import open_store
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.keys import KeyFolder, ServerKeys
 from pyps.remote.wire import Answer, Call, Failure, Pong, TransferHeader, decode_reply, encode, encode_raw
 from pyps.step.transfer import Ask
+from pyps.store import Store
 
 PATIENCE_SECONDS = 20.0
+HYPER = Hyper(lr=0.5)
+SIZE = 3000  # of the parameters `w`
 
 
 def eventually(what: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
@@ -242,3 +247,21 @@ def process(code: str, *arguments: str, **env: str) -> Iterator[subprocess.Popen
         for stream in (child.stdin, child.stdout):
             if stream is not None:
                 stream.close()
+
+
+def open_remote(address: str) -> Store:
+    store = open_store(address)
+    assert store.servers == 1
+    return store
+
+
+def push_ones(store: Store, samples: int) -> PushResult:
+    staging = store.stage()
+    staging["w"][:] = 1.0
+    return store.push(staging, samples, HYPER)
+
+
+def value(store: Store) -> float:
+    """Return what every parameter is."""
+    (only,) = set(store.snapshot().tensors["w"].tolist())
+    return float(only)
