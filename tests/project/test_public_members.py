@@ -20,7 +20,7 @@ EXCEPTIONS = {
     "helpers/ranks.py": "torch names groups by a count that it gives no other way to set",
     "helpers/replica_jobs.py": "emulated devices take the place of measured ones",
     "helpers/shard_tools.py": FAULT,
-    "helpers/trainer_cells.py": "one process makes many Accelerators, which are one in a user's",
+    "helpers/trainer_kits.py": "one process makes many Accelerators, which are one in a user's",
     "remote/test_connections.py": FAULT,
     "remote/test_hostile.py": FAULT,
     "remote/test_hostile_keys.py": HOSTILE,
