@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -22,10 +22,13 @@ def test_lives_are_as_long_as_stated() -> None:
     found = churn_faults(CHURN, 2000)
     assert found == churn_faults(CHURN, 2000)
     assert found != churn_faults(Churn(every=100.0, away=20.0, until=1000.0, gone=0.1, seed=1), 2000)
-    first = [f.at for f in found if f.kind == "kill" and f.rank not in {g.rank for g in found if g.at == 0.0}]
+    joined = {f.rank for f in found if f.at == 0.0}
+    first = [f.at for f in found if f.kind == "kill" and f.rank not in joined]
+    of: dict[int, list[Fault]] = {rank: [] for rank in range(2000)}
+    for fault in found:
+        of[fault.rank].append(fault)
     seconds = np.zeros(2000)  # that the ranks were there
-    for rank in range(2000):
-        own = [f for f in found if f.rank == rank]
+    for rank, own in of.items():
         last = [f.at for f in own if f.kind == "kill" and not f.seconds] or [CHURN.until]
         absent = sum(min(f.seconds, last[0] - f.at) for f in own if f.at < last[0])
         seconds[rank] = last[0] - absent

@@ -69,7 +69,7 @@ def test_where_no_step_waits_a_dead_rank_keeps_its_share() -> None:
 def test_the_same_arguments_give_the_same_changes(pipeline: int) -> None:
     run = scenario(SLOW)
     both = [
-        simulate(run, "ssp:bound=2", iterations=200, rebalance=True, pipeline=pipeline, seed=3)
+        simulate(run, "ssp:bound=2", iterations=100, rebalance=True, pipeline=pipeline, seed=3)
         for _ in range(2)
     ]
     assert both[0].replans == both[1].replans
