@@ -24,7 +24,7 @@ def differences(plan: Plan, cluster: Cluster, profiles: Sequence[Profile]) -> li
 
 
 def _of_job(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Of [run] only what both state: a mode may come from options of pyps-plan."""
+    """Compare what both state, also of [run]: a mode may come from options of pyps-plan."""
     run = cluster.run
     if plan.global_batch != cluster.job.global_batch and cluster.run.local_steps is None:
         yield _line("job.global_batch", cluster.job.global_batch, plan.global_batch)
