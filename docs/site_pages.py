@@ -17,8 +17,9 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_pre_build(config: Any) -> None:
-    """Write the reference into docs/."""
-    make_reference.write()
+    """Write the reference into docs/, unless the environment says that it is there."""
+    if "REFERENCE_IS_MADE" not in os.environ:
+        make_reference.write()
 
 
 def on_files(files: Any, config: Any) -> Any:

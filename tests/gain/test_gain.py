@@ -19,6 +19,8 @@ from pyps.gain.measure import points_of
 from pyps.gain.notes import BLOCK, ORDERS, Note, Orders
 from pyps.gain.ranks import LocalDevice, Script
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 PLAIN = Path(__file__).parents[2] / "benchmarks" / "foreign" / "plain"
 DRAWS = """
 import torch

@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_site_builds(tmp_path: Path) -> None:
+def test_the_site_builds(reference: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "REFERENCE_IS_MADE": "1"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert built.returncode == 0, built.stderr
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
