@@ -42,10 +42,10 @@ from pyps.solver.shards import Card, ModelState, pool_of, states_of
 from pyps.solver.sync import Sync
 from pyps.solver.units import (
     ALL_REDUCE,
+    PASSES,
     inside_seconds,
     of_node,
     of_one_rank,
-    passes_of,
     sample_multiple,
     units_each,
     with_energy,
@@ -373,16 +373,18 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Work
         bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2 + 4 * rank.averaged
         message.append(bytes_each_way * _parameters(rank) / bandwidth)
     flat = ranks[0].group.ranks_each == 1  # otherwise the shards are inside each node
-    return Sync.of(
+    stage = None if cluster.sharding is None else cluster.sharding.stage
+    found = Sync.of(
         given.kind,
         len(ranks),
         latency,
         message,
         overlap=given.overlap,
         tail=given.tail,
-        passes=passes_of(cluster.sharding) if flat else ALL_REDUCE,
+        passes=PASSES[stage] if flat else ALL_REDUCE,
         replicas=cluster.sharding.replicas if cluster.sharding is not None and flat else 1,
     )
+    return replace(found, equal_passes=ALL_REDUCE if stage == 1 else 0)
 
 
 def _parameters(rank: PlannedRank) -> int:

@@ -11,12 +11,14 @@ for the slowest link in use, in the usual latency-bandwidth model (Thakur, Raben
 Perform. Comput. Appl. 19, 2005, section 2, for ring and tree). Each is nondecreasing in k, in l and in x.
 
 A sharded model (FSDP) is gathered and reduced in p passes, each around a ring: p = 3 if parameters are
-gathered forward and backward, p = 2 if once. In r replicas of n = k / r ranks each (HSDP), every rank then
-reduces its n-th of the model with the same rank of the other replicas:
+gathered forward and backward, p = 2 if once, p = 3 under DDP: an all-reduce, and a gather of what owners have
+stepped. In r replicas of n = k / r ranks each (HSDP), every rank then reduces its n-th of the model with the
+same rank of the other replicas:
 
     p (n-1) l + p (n-1)/n x + 2 (r-1) l + 2 (r-1)/r x/n
 
-Where ranks have unlike shares of it, the link of the one with the least share m carries 1 - m, not (n-1)/n.
+Where ranks have unlike shares of it, the link of the one with the least share m carries 1 - m, not (n-1)/n,
+but for the q passes of an all-reduce, whose parts are equal.
 
 Gradients may travel while others are still computed. If the first of them are ready with a share o of the
 compute to go, and a share e of the synchronisation is left to do after the last one, t seconds of compute and
@@ -45,8 +47,8 @@ SyncKind = Literal["none", "ring", "tree", "server"]
 class Sync:
     """Hold how workers synchronise; latency_seconds and message_seconds (the model one way) of each worker.
 
-    overlap: the share o of the compute above. tail: the share e of the synchronisation. passes, replicas: p
-    and r above, of a ring. least_share: m; None: shares are equal.
+    overlap: the share o of the compute above. tail: the share e of the synchronisation. passes, replicas,
+    equal_passes: p, r and q above, of a ring. least_share: m; None: shares are equal.
     """
 
     kind: SyncKind
@@ -56,6 +58,7 @@ class Sync:
     tail: float = 0.0
     passes: int = 2
     replicas: int = 1
+    equal_passes: int = 0
     least_share: float | None = None
 
     @staticmethod
@@ -109,8 +112,9 @@ class Sync:
         if self.kind == "ring":
             shards, replicas = max(1.0, count / self.replicas), min(self.replicas, count)
             steps = self.passes * (shards - 1) + 2 * (replicas - 1)
-            most = 1 - (1 / shards if self.least_share is None else self.least_share)
-            parts = self.passes * most + 2 * ((replicas - 1) / replicas) / shards
+            least, unlike = 1 / shards, self.passes - self.equal_passes
+            most = 1 - (least if self.least_share is None else self.least_share)
+            parts = self.equal_passes * (1 - least) + unlike * most + 2 * ((replicas - 1) / replicas) / shards
             return steps * latency + parts * message
         if self.kind == "tree":
             return 2 * (count - 1).bit_length() * (latency + message)

@@ -23,13 +23,13 @@ from pyps.formats import (
     PlanWorker,
     Profile,
     R2spSchedule,
-    Sharding,
     WorkerGroup,
 )
 from pyps.solver.lengths import SampleLengths
-from pyps.solver.shards import GATHERED, ModelState, of_shard
+from pyps.solver.shards import ModelState, of_shard
 
-ALL_REDUCE, GATHERS = 2, 3  # passes of the model over a ring; those of stage 3, which gathers twice
+ALL_REDUCE = 2  # passes of the model over a ring; by the stage of its shards:
+PASSES = {None: ALL_REDUCE, 1: ALL_REDUCE + 1, 2: 2, 3: 3}  # of 2 and 3: a reduction, and a gather or two
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -140,18 +140,13 @@ def of_node(group: WorkerGroup, profile: Profile, at_once: int) -> tuple[WorkerG
     return group, msgspec.structs.replace(scaled(profile, n), memory=None)
 
 
-def passes_of(sharding: Sharding | None) -> int:
-    """Return how often the model travels around a ring of the ranks that share or shard it."""
-    return GATHERS if sharding is not None and sharding.stage == GATHERED else ALL_REDUCE
-
-
 def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> float:
     """Seconds in which a node's devices reduce `model_bytes` of gradients over a ring among themselves."""
     n = group.ranks_each
     if n == 1 or group.inside_bandwidth is None:
         return 0.0
     a_step = group.inside_latency + model_bytes / n / group.inside_bandwidth
-    return passes_of(cluster.sharding) * (n - 1) * a_step
+    return PASSES[cluster.sharding.stage if cluster.sharding else None] * (n - 1) * a_step
 
 
 def by_rank(plan: Plan, workers: list[list[PlanWorker]]) -> Plan:

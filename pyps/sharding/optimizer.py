@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
 
 from pyps.errors import InputError
 from pyps.sharding.elementwise import check_elementwise
@@ -31,6 +33,7 @@ from pyps.sharding.state import Owned, cut_state, whole_of
 
 CALL = "shard_optimizer"
 MOST_BYTES = 1 << 26  # of a vector, unless a parameter has more: what is held twice while vectors are made
+APART = ("cpu", "cuda")  # devices whose memory other libraries' tensors may share
 NOT_SHARDED = "a state that is on this rank alone"
 _sharded: WeakKeyDictionary[torch.optim.Optimizer, ShardedOptimizer] = WeakKeyDictionary()
 
@@ -99,6 +102,13 @@ def _buckets(
     yield from waiting.values()
 
 
+def _apart(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory, with a storage of its own: what saves files of safetensors drops or
+    refuses tensors that share one.
+    """
+    return from_dlpack(view) if view.numel() and view.device.type in APART else view
+
+
 class ShardedOptimizer:
     """The pieces that an optimizer steps on this rank.
 
@@ -113,6 +123,7 @@ class ShardedOptimizer:
         for flat in flats:
             part = flat.vector[flat.mine]
             for k, parameter in enumerate(flat.parameters):
+                parameter.data = _apart(parameter.data)
                 piece = torch.nn.Parameter(flat.piece_of(part, k))
                 self.owned[int(flat.slots[k].name)] = Owned(flat, k, piece)
                 self._pieces[parameter], self._wholes[piece] = piece, parameter
@@ -125,6 +136,7 @@ class ShardedOptimizer:
         """Take the place of step(), state_dict() and load_state_dict() of this object."""
         inner = optimizer.step
 
+        @wraps(inner)  # with the marks that a scheduler has left
         def step(own: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **named: Any) -> Any:
             if closure is not None:
                 named["closure"] = self._with_wholes(own, closure)
@@ -154,8 +166,8 @@ class ShardedOptimizer:
         own.load_state_dict = MethodType(load_state_dict, optimizer)
         own.consolidate_state_dict = MethodType(self._consolidate, optimizer)
 
-    def _consolidate(self, own: torch.optim.Optimizer, to: int = 0) -> None:
-        """Gather the state for the next state_dict() of rank `to`; all ranks call it."""
+    def _consolidate(self, own: torch.optim.Optimizer, to: int | None = 0) -> None:
+        """Gather the state for the next state_dict() of rank `to`, or of all (None); all ranks call it."""
         state = whole_of(self.pieces_state(own), self.owned, to)
         self._state = state or None
 

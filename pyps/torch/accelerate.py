@@ -38,14 +38,15 @@ WITHOUT_GPUS = "cpu=True where there are no GPUs"
 class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator for DDP on unlike devices; with one process it is a plain one.
 
-    Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. Raises InputError for
-    dispatched batches, a second shuffled loader, and FSDP.
+    Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. With `shares` save_state()
+    gathers the optimizers' whole state in each rank's RAM. Raises InputError for dispatched batches, a second
+    shuffled loader, and FSDP.
     """
 
     dataloader_config: Any  # Accelerator's
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.run = UnevenRun(options)
+        self.run = UnevenRun(options, shares=options.pop("shares", None))
         loading = copy.copy(options.pop("dataloader_config", None)) or DataLoaderConfiguration()
         if loading.dispatch_batches:
             raise InputError(
@@ -68,6 +69,9 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def _save_run(self, _: Any, __: Any, folder: str) -> None:
+        for one in self._optimizers:
+            if hasattr(one.optimizer, "consolidate_state_dict"):
+                one.optimizer.consolidate_state_dict(to=None)
         each = self.project_configuration.save_on_each_node
         if self.run.sampler is not None:
             self.run.save(folder, writes=self.is_local_main_process if each else self.is_main_process)
@@ -94,8 +98,11 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             self.run.add(ddp, self.scaler)
         return model
 
-    def prepare_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        optimizer = super().prepare_optimizer(*arguments, **options)
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if self.num_processes > 1 and self.run.shares is not None:
+            self.run.shard(optimizer)
+            device_placement = False  # its state is with its parameters
+        optimizer = super().prepare_optimizer(optimizer, device_placement)
         check_processes("UnevenAccelerator", self.num_processes, WITHOUT_GPUS)
         if self.num_processes > 1 and optimizer is self._optimizers[0]:
             optimizer.__class__, optimizer.uneven = _Optimizer, self

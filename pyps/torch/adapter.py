@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from pyps.errors import InputError
 from pyps.formats.files import write_bytes
+from pyps.sharding import shard_optimizer
+from pyps.sharding.optimizer import sharded_optimizer
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
@@ -45,13 +47,14 @@ class UnevenRun:
     rebalance: whether the split follows the devices' speed while training.
     reduction, wire: as in GlobalMean.
     counts_anew: whether the library calls this process's first epoch 0, also where a run goes on.
+    shares: of the optimizers' state that each rank holds, as in shard_optimizer, for libraries that save it.
 
     `sampler`, `mean` and `balance` are None until all that they need was prepared.
     """
 
-    def __init__(self, options: dict[str, Any], counts_anew: bool = False) -> None:
+    def __init__(self, options: dict[str, Any], counts_anew: bool = False, shares: Any = None) -> None:
         self.options = {name: options.pop(name, usual) for name, usual in OPTIONS.items()}
-        self.counts_anew = counts_anew
+        self.counts_anew, self.shares = counts_anew, shares
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
         self.models: list[torch.nn.Module] = []
@@ -66,7 +69,7 @@ class UnevenRun:
     def again(self) -> UnevenRun:
         """A new run with the same options; this one ends."""
         self.close()
-        return UnevenRun(dict(self.options), self.counts_anew)
+        return UnevenRun(dict(self.options), self.counts_anew, self.shares)
 
     def close(self) -> None:
         """Let go of what was made."""
@@ -77,6 +80,12 @@ class UnevenRun:
         self.close()
         self.models.append(model)
         self.scaler = scaler
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's share of an optimizer's state alone, if there are shares; once."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if self.shares is not None and sharded_optimizer(inner) is None:
+            shard_optimizer(inner, self.shares)
 
     def connect(self) -> None:
         """Once there are models and a sampler, make the mean and the Rebalancer."""

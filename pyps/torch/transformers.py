@@ -41,7 +41,7 @@ class UnevenTraining:
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        self.run = UnevenRun(options)
+        self.run = UnevenRun(options, shares=options.pop("shares", None))
         self._by_items: dict[Any, bool] = {}  # what a loss of these terms is, once it was looked at
         self._items: Any = None  # of the round, in all ranks' batches
         self._part: Any = None  # of the round's loss, where it is in parts
@@ -52,6 +52,22 @@ class UnevenTraining:
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.backward = partial(self._uneven_backward, self.accelerator.backward)
+        inner = self.accelerator.prepare_optimizer
+        self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, inner)
+
+    def _prepare_optimizer(self: Any, inner: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        """Accelerator.prepare_optimizer(), when the model is on its device."""
+        if self.run.shares is None or self.args.world_size == 1:
+            return inner(optimizer, *arguments, **options)
+        self._check()
+        self.run.shard(optimizer)
+        return inner(optimizer, device_placement=False)  # its state is with its parameters
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.run.shares is not None and hasattr(inner, "consolidate_state_dict"):
+            inner.consolidate_state_dict(to=None if self.args.save_on_each_node else 0)
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> Any:
         args = self.args

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_tools import flat, mine, numbers, off
+from safetensors.torch import load, save
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -342,6 +343,21 @@ def state_bytes(group: dist.ProcessGroup, shares: list[float]) -> float:
         if value.ndim
     }
     return sum(held.values()) / (2 * sum(p.nbytes for p in model.parameters()))
+
+
+def in_safetensors(group: dist.ProcessGroup) -> bool:
+    """Return whether a model whose optimizer is sharded goes into safetensors and back, and trains on."""
+    model = Net()
+    one = pyps.torch.shard_optimizer(OPTIMIZERS["AdamW"](groups(model)), [0.7, 0.3], group)
+    _step(model, one, 0)
+    packed = save(model.state_dict())  # refuses tensors that share a storage
+    before = flat(model.parameters())
+    _step(model, one, 1)
+    moved = not torch.equal(before, flat(model.parameters()))
+    model.load_state_dict(load(packed))
+    same = torch.equal(before, flat(model.parameters()))
+    _step(model, one, 2)
+    return moved and same
 
 
 def kept(group: dist.ProcessGroup, folder: str, shares: list[float], steps: int, loads: bool) -> list[float]:

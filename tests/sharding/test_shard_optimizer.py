@@ -83,3 +83,7 @@ def test_a_run_goes_on_with_other_ranks_and_shares(ranks: Ranks, tmp_path: Path)
     ranks.run(3, jobs.kept, str(tmp_path / "b"), SHARES[3], 5, False)
     for found in ranks.run(2, jobs.kept, str(tmp_path / "b"), [0.1, 0.9], 8, True):
         assert found == pytest.approx(whole[0], abs=EXACT)
+
+
+def test_the_models_tensors_have_storages_of_their_own(ranks: Ranks) -> None:
+    assert all(ranks.run(2, jobs.in_safetensors))

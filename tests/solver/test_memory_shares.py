@@ -279,6 +279,16 @@ def test_a_ring_carries_all_but_the_least_share() -> None:
     assert made.lower_bound_seconds <= made.iteration_seconds
 
 
+def test_an_all_reduce_carries_equal_parts_whatever_the_shares() -> None:
+    """Under stage 1, only the gather of what the owners have stepped follows the shares."""
+    given = cluster(8, 2, Sharding(stage=1, shares="memory"))
+    made = make_plan(given, [profile(0.001, 24), profile(0.003, 15)])
+    assert made.sync is not None
+    least, model = min(shares_of(made)), 4 * PARAMETERS / 1e9  # seconds of the model over a link
+    assert 0.1 < least < 0.4
+    assert made.sync.seconds == pytest.approx(model * (2 * 0.5 + (1 - least)))
+
+
 def with_way(given: Cluster, profiles: list[Profile], way: str) -> tuple[Cluster, list[Profile]]:
     """The cluster with a change that a refusal proposes."""
     assert given.sharding is not None

@@ -169,6 +169,7 @@ def test_what_stage_3_holds_whole_is_not_saved() -> None:
 @pytest.mark.parametrize(
     ("stage", "replicas", "seconds"),
     [
+        (1, 1, ring(4, 1e-4, 0.004, passes=3)),  # DDP's all-reduce, and a gather of what owners stepped
         (2, 1, ring(4, 1e-4, 0.004)),
         (3, 1, ring(4, 1e-4, 0.004, passes=3)),
         (3, 2, ring(2, 1e-4, 0.004, passes=3) + ring(2, 1e-4, 0.002)),

@@ -39,11 +39,10 @@ def check(found: dict[str, Any], rate: float) -> None:
     assert found["resumed_rounds"]
 
 
-def trained(script: str, tmp_path: Path) -> dict[str, Any]:
+def trained(script: str, tmp_path: Path, **more: str) -> Any:
     seen = {} if DEVICE.type == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
-    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", **seen)
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", **seen, **more)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_a_sampler_that_repeats_samples_or_leaves_some_out_is_not_replaced() -> None:
@@ -84,3 +83,13 @@ def test_lightning(tmp_path: Path) -> None:
     first, second = ([number for numbers in rounds[k : k + 3] for number in numbers] for k in (0, 3))
     assert sorted(first) == sorted(second) == list(range(SAMPLES))
     assert first != second
+
+
+@pytest.mark.parametrize("library", ["accelerate", pytest.param("transformers", marks=pytest.mark.thorough)])
+def test_shares_of_the_optimizers_state(tmp_path: Path, library: str) -> None:
+    """A run is that without shares, and goes on with other shares from the library's own checkpoint."""
+    pytest.importorskip(library)
+    ranks = trained("shares_train.py", tmp_path, LIBRARY=library)
+    for k, found in enumerate(ranks):
+        assert max(found["off"], found["resumed"]) < EXACT
+        assert found["held"] == pytest.approx([(0.75, 0.25)[k], (0.1, 0.9)[k]], abs=0.01)

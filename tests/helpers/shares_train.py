@@ -1,0 +1,102 @@
+"""Ranks under Accelerate or transformers with shares of the optimizer's state; prints JSON.
+
+LIBRARY: which. A run with shares, one without, and one with other shares that goes on from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import trainer_checks as checks
+from torch.utils.data import DataLoader
+
+SHARES, OTHERS, SPLIT, PARTS, EPOCHS = [0.75, 0.25], [0.1, 0.9], [32, 16], 2, 3
+SAVED = 4  # the step after which a checkpoint is written
+Run = tuple[list[torch.Tensor], float]  # parameters, and the elements of AdamW's state on this rank
+
+
+def _held(optimizer: Any) -> float:
+    return float(sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.ndim))
+
+
+def accelerate(shares: list[float] | None, folder: str, loads: bool) -> Run:
+    from pyps.torch.accelerate import UnevenAccelerator
+
+    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
+    accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=PARTS, **options)
+    torch.manual_seed(3)
+    model = checks.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    loader = DataLoader(checks.data(), batch_size=24, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    steps = 0
+    if loads:
+        accelerator.load_state(folder)
+        steps = SAVED
+    for _ in range(EPOCHS - steps // SAVED):
+        for inputs, targets, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(checks.loss_of(model(inputs), targets))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            steps += accelerator.sync_gradients
+        if steps == SAVED and shares == SHARES:
+            accelerator.save_state(folder)
+    return checks.state_of(accelerator.unwrap_model(model)), _held(optimizer.optimizer)
+
+
+def transformers(shares: list[float] | None, folder: str, loads: bool) -> Run:
+    from transformers import TrainingArguments
+    from transformers_train import Mean, Rows
+
+    from pyps.torch.transformers import UnevenTrainer
+
+    arguments = TrainingArguments(
+        output_dir=folder if shares else f"{folder}-plain",
+        use_cpu=True,
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=PARTS,
+        num_train_epochs=EPOCHS,
+        learning_rate=0.1,
+        max_grad_norm=0.5,
+        save_steps=SAVED,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
+    trainer = UnevenTrainer(Mean(), arguments, train_dataset=Rows(), **options)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if loads else None)
+    return checks.state_of(trainer.model), _held(trainer.optimizer.optimizer)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    train = {"accelerate": accelerate, "transformers": transformers}[os.environ["LIBRARY"]]
+    folder = str(Path(os.environ["FOLDER"], "states"))
+    (whole, every), (first, held) = train(None, folder, False), train(SHARES, folder, False)
+    again, other = train(OTHERS, folder, True)
+    found = {
+        "off": max(float((a - b).abs().max()) for a, b in zip(whole, first, strict=True)),
+        "resumed": max(float((a - b).abs().max()) for a, b in zip(whole, again, strict=True)),
+        "held": [held / every, other / every],
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    if dist.get_rank() == 0:
+        print(json.dumps(ranks))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
