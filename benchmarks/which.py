@@ -7,8 +7,8 @@ at which synchronous steps take the fewest samples to the target, 20 to 500 glob
 at that rate. Each way is run in virtual time until it reaches the target, four times as many samples at most;
 ranks of DDP have the gradient of `bsp`, and the pace that the ranking predicts. A problem is drawn three
 times, with other data or noise, and a way's time is the median: by luck alone one run of synchronous steps
-takes 0.5 to 3 times as many samples as another. The rate is of three other draws, or luck would favour the
-way on which it was chosen.
+takes 0.5 to 3 times as many samples as another. All ways have the same luck: a sample's noise is its own,
+whoever computes it. The rate is of three other draws, or luck would favour the way on which it was chosen.
 
 Printed for each rule: the time of the way that it chooses over the time of the best way. `which` sees
 profiles, links and the batch; `after a pilot` also the losses of the ways that `which` wants tried, each for
@@ -64,9 +64,37 @@ MOST = 4  # times the synchronous samples: a way that needs more never gets ther
 PILOT = 0.2  # of the synchronous steps
 LAST = 3  # losses of which a pilot takes the mean
 DRAWS = 3  # of each problem
+BLOCK = 256  # samples whose noise is drawn at once
 # Real runs: small steps, so many times as slow as drawn, on so few devices that the machine keeps up.
 REAL_MODEL, SLOWER, MOST_REAL, REAL_ROUNDS = "digits_mlp", 4.0, 4, 40
 HERE = Path(__file__).resolve().parent
+
+
+class PairedQuadratic(Quadratic):
+    """A quadratic whose gradients' noise is the mean of their samples' own, so that ways which compute the
+    same samples in other parts have the same luck.
+    """
+
+    def __init__(self, d: int, noise: float, seed: int) -> None:
+        super().__init__(d=d, noise=0.0, seed=seed)
+        self.of_sample, self.seed = noise, seed
+        self.sums = functools.lru_cache(maxsize=64)(self._sums)
+
+    def gradient(self, w: np.ndarray, first: int, count: int) -> tuple[np.ndarray, float]:
+        g, loss = super().gradient(w, first, count)
+        at, end = first, first + count
+        while at < end:
+            block, low = divmod(at, BLOCK)
+            high = min(BLOCK, low + end - at)
+            sums = self.sums(block)
+            g += (sums[high] - sums[low]) * (self.of_sample / count)
+            at += high - low
+        return g, loss
+
+    def _sums(self, block: int) -> np.ndarray:
+        """The sums of the noise of a block's first samples, none to all: [BLOCK + 1, d]."""
+        draw = np.random.default_rng([self.seed, block]).standard_normal((BLOCK, len(self.start())))
+        return np.concatenate([np.zeros((1, draw.shape[1])), draw.cumsum(axis=0)])
 
 
 @dataclass(frozen=True)
@@ -82,7 +110,7 @@ class Problem:
 
     def objective(self, draw: int) -> Objective:
         if self.kind == "quadratic":
-            return Quadratic(d=self.size, noise=self.noise, seed=draw)
+            return PairedQuadratic(self.size, self.noise, draw)
         return Logistic(samples=SAMPLES, features=self.size, noise=self.noise, seed=draw)
 
     @functools.cache  # noqa: B019 - of a few problems

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pyps.errors import InputError, needed
-from pyps.formats import MAX_BATCH, LengthCost, LengthPoint, Lengths
+from pyps.formats import MAX_BATCH, LengthCost, Lengths, Point
+from pyps.profiler.fit import point_seconds
 from pyps.profiler.stepper import OutOfMemoryError, Stepper
 
 LEAST = 3  # lengths: a cost has three coefficients
@@ -27,7 +28,7 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
 
 def measure_lengths(stepper: Stepper, lengths: Sequence[int]) -> Lengths:
     """Time steps of samples of each length. Raises InputError where one does not fit into memory."""
-    points, before = list[LengthPoint](), stepper.length
+    points, before = list[Point](), stepper.length
     for tokens in lengths:
         stepper.length = tokens
         points += [_point(stepper, tokens, b) for b in sorted({1, max(1, lengths[-1] // tokens)})]
@@ -35,36 +36,35 @@ def measure_lengths(stepper: Stepper, lengths: Sequence[int]) -> Lengths:
     return fit_lengths(points)
 
 
-def _point(stepper: Stepper, tokens: int, batch: int) -> LengthPoint:
+def _point(stepper: Stepper, tokens: int, batch: int) -> Point:
     try:
         data = stepper.prepare(batch)
         peak = stepper.peak_bytes(data)
-        seconds = float(np.median([stepper.timed_step(data, batch) for _ in range(STEPS)]))
+        seconds = [stepper.timed_step(data, batch) for _ in range(STEPS)]
     except OutOfMemoryError:
         peak = stepper.budget_bytes + 1
     if peak > stepper.budget_bytes:
         found = f"no memory for a step of {batch} x {tokens} tokens"
         raise InputError("profile", "lengths", found, "shorter ones")
-    return LengthPoint(tokens=tokens, batch=batch, seconds=seconds, peak_bytes=peak)
+    return Point(tokens=tokens, batch=batch, seconds=seconds, peak_bytes=peak)
 
 
-def fit_lengths(points: Sequence[LengthPoint]) -> Lengths:
+def fit_lengths(points: Sequence[Point]) -> Lengths:
     """The coefficients, none negative, with the least squared relative errors."""
     batch, n = np.array([[p.batch, p.tokens] for p in points], np.float64).T
     scale = float(n.max())
-    x = np.column_stack([np.ones(len(n)), batch, batch * n / scale, batch * (n / scale) ** 2])
     nnls = needed("scipy.optimize", "plan").nnls
-    seconds, peak = (np.array([getattr(p, key) for p in points]) for key in ("seconds", "peak_bytes"))
-    once, each, token, square = map(float, nnls(x / seconds[:, None], np.ones(len(n)))[0])
-    held = x[:, [0, 2, 3]] / peak[:, None]
-    fixed, token_bytes, square_bytes = map(float, nnls(held, np.ones(len(n)))[0])
+    seconds = np.array([np.median(point_seconds(p)) for p in points])
+    peak = np.array([p.peak_bytes for p in points], np.float64)
+    x = np.column_stack([np.ones(len(n)), batch, batch * n / scale, batch * (n / scale) ** 2])
+    units, held = np.array([1, 1, scale, scale**2]), [0, 2, 3]  # no bytes of a sample without tokens
+    once, each, token, square = (nnls(x / seconds[:, None], np.ones(len(n)))[0] / units).tolist()
+    fixed, *bytes_of = (nnls(x[:, held] / peak[:, None], np.ones(len(n)))[0] / units[held]).tolist()
     return Lengths(
-        cost=LengthCost(
-            fixed_seconds=each, per_token_seconds=token / scale, per_square_seconds=square / scale**2
-        ),
+        cost=LengthCost(fixed_seconds=each, per_token_seconds=token, per_square_seconds=square),
         step_seconds=once,
         fixed_bytes=int(fixed),
-        per_token_bytes=token_bytes / scale,
-        per_square_bytes=square_bytes / scale**2,
+        per_token_bytes=bytes_of[0],
+        per_square_bytes=bytes_of[1],
         points=list(points),
     )

@@ -43,16 +43,11 @@ class SampleLengths:
         values, numbers = np.unique(self.tokens, return_counts=True)
         squares = sum(int(number) * int(n) ** 2 for n, number in zip(values, numbers, strict=True))
         self.mean, self.mean_square = int(self.tokens.sum()) / count, squares / count
+        self.each = max(1, round(self.mean))  # tokens of a sample, about
 
     def digest(self, costs: Sequence[LengthCost]) -> str:
         """Return what tells other lengths or costs."""
-        whole = self.tokens.tobytes() + repr(costs).encode()
-        return hashlib.blake2b(whole, digest_size=8).hexdigest()
-
-    @property
-    def each(self) -> int:
-        """The tokens of a sample, about."""
-        return max(1, round(self.mean))
+        return hashlib.blake2b(self.tokens.tobytes() + repr(costs).encode(), digest_size=8).hexdigest()
 
     def tokens_worth(self, cost: LengthCost, samples: Any = slice(None)) -> npt.NDArray[np.float64]:
         """Return the cost of samples, in tokens of the data set's average cost."""
@@ -135,9 +130,7 @@ def _improved(ticks: Ints, least: Ints, owner: Ints) -> bool:
     mine, theirs = np.flatnonzero(owner == last), np.flatnonzero(owner != last)
     without = load[last] - own[mine]
     moved = np.maximum(without, load[:, None] + ticks[:, mine])  # [ranks, mine]
-    moved[last] = np.iinfo(np.int64).max
-    if len(mine) <= least[last]:
-        moved[:] = np.iinfo(np.int64).max
+    moved[slice(None) if len(mine) <= least[last] else last] = np.iinfo(np.int64).max
     best, change = int(moved.min()), divmod(int(moved.argmin()), len(mine))
     other = None
     if len(theirs):
@@ -150,8 +143,7 @@ def _improved(ticks: Ints, least: Ints, owner: Ints) -> bool:
             change = int(of[other]), sample
     if best >= load[last]:
         return False
-    rank, place = change
-    owner[mine[place]] = rank
+    owner[mine[change[1]]] = change[0]
     if other is not None:
         owner[theirs[other]] = last
     return True

@@ -108,7 +108,14 @@ def of_one_rank(
         expected = 'the tokens of a sample, as job.unit is "tokens" (1: its batches count tokens)'
         raise InputError(group.profile, "model.tokens_per_sample", "nothing", expected)
     multiple = lcm(group.batch_multiple, 1 if cluster.job.lengths is not None else tokens)
-    return msgspec.structs.replace(group, batch_multiple=multiple), scaled(profile, tokens)
+    profile = scaled(profile, tokens)
+    held, moments = profile.lengths, cluster.job.lengths
+    if held is not None and moments is not None and profile.memory is not None:
+        of_token = held.per_token_bytes + held.per_square_bytes * moments.mean_square / moments.mean
+        each = of_token or profile.memory.bytes_per_sample
+        memory = msgspec.structs.replace(profile.memory, bytes_per_sample=each)
+        profile = msgspec.structs.replace(profile, memory=memory)
+    return msgspec.structs.replace(group, batch_multiple=multiple), profile
 
 
 def _priced(group: WorkerGroup) -> WorkerGroup:

@@ -60,12 +60,16 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One batch size: the seconds of one training step, or of several, and the peak memory in bytes."""
+    """One batch size: the seconds of one training step, or of several, and the peak memory in bytes.
+
+    tokens: of each sample, among points of several lengths.
+    """
 
     batch: Batch
     seconds: Seconds | Annotated[list[Seconds], Meta(min_length=1)]
     peak_bytes: Bytes | None = None
     parts: Parts | None = None
+    tokens: Batch | None = None
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,15 +96,6 @@ class LengthCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.fixed_seconds + self.per_token_seconds * tokens + self.per_square_seconds * squares
 
 
-class LengthPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step of `batch` samples of so many tokens: its median seconds, and its peak memory."""
-
-    tokens: Batch
-    batch: Batch
-    seconds: Seconds
-    peak_bytes: Bytes
-
-
 class Lengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cost of samples of unlike length. A step takes step_seconds and the cost of each of its samples; it
     holds fixed_bytes and, of each sample, per_token_bytes n + per_square_bytes n^2.
@@ -111,7 +106,7 @@ class Lengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fixed_bytes: Bytes
     per_token_bytes: Elapsed
     per_square_bytes: Elapsed
-    points: Annotated[list[LengthPoint], Meta(min_length=1)]
+    points: Annotated[list[Point], Meta(min_length=1)]
 
 
 class Fit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

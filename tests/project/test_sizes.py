@@ -16,7 +16,7 @@ SLACK = 1.02
 MOST = {
     "pyps/checkpoint": 607,
     "pyps/cli": 3_730,  # `pyps gain`: 125 more; the bytes of a rank: 13
-    "pyps/formats": 2_473,  # the cost of lengths: 63 more
+    "pyps/formats": 2_466,  # the cost of lengths: 56 more
     "pyps/metrics": 278,
     "pyps/native": 2_184,  # a step's transfer, whole: 38 more, 190 fewer in worker, remote and shards
     "pyps/remote": 4_198,
@@ -29,7 +29,7 @@ MOST = {
     "pyps/tasks": 403,
     "pyps/torch": 7_140,  # samples shared by the cost of their lengths: 75 more; shares: 63
     "pyps/worker": 7_958,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_415,  # shares of memory planned with batches, micro-batches, what helps: 750 more
+    "solver": 11_414,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_618,  # the cost of lengths: 71 more
     "csrc": 12_194,  # a claim that a signal took away is given again: 18 more, 10 in Python
 }

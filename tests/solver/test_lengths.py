@@ -16,8 +16,8 @@ from pyps.formats import (
     Job,
     LengthCost,
     LengthMoments,
-    LengthPoint,
     Lengths,
+    Memory,
     ModelInfo,
     Point,
     Profile,
@@ -105,11 +105,11 @@ def test_what_cannot_be_shared_is_refused() -> None:
             SampleLengths(lengths, 3)
 
 
-def profile(cost: LengthCost, known: bool = True) -> Profile:
+def profile(cost: LengthCost, known: bool = True, memory: Memory | None = None) -> Profile:
     points = [Point(batch=b, seconds=1e-3 + b * float(cost.seconds(100))) for b in (1, 2, 4, 8, 16, 64, 256)]
-    one = LengthPoint(tokens=100, batch=1, seconds=1.0, peak_bytes=1)
+    one = Point(tokens=100, batch=1, seconds=1.0, peak_bytes=1)
     lengths = Lengths(
-        cost=cost, step_seconds=1e-3, fixed_bytes=1, per_token_bytes=0, per_square_bytes=0, points=[one]
+        cost=cost, step_seconds=1e-3, fixed_bytes=1, per_token_bytes=1000, per_square_bytes=10, points=[one]
     )
     return Profile(
         device=Device(name="d"),
@@ -117,7 +117,20 @@ def profile(cost: LengthCost, known: bool = True) -> Profile:
         points=points,
         fit=select_fit(points),
         lengths=lengths if known else None,
+        memory=memory,
     )
+
+
+def test_memory_of_the_data_bounds_a_plan_in_tokens() -> None:
+    """Long samples hold more than as many tokens of the profile's short ones."""
+    cost = LengthCost(per_token_seconds=1e-5)
+    budget = 1 + 10_000 * (1000 + 10 * 625)  # of samples of 400 tokens on average, as below
+    memory = Memory(fixed_bytes=1, bytes_per_sample=100 * 2000, budget_bytes=budget)
+    moments = LengthMoments(mean=400.0, mean_square=250_000.0)
+    groups = [WorkerGroup(name="small", profile="a"), WorkerGroup(name="large", profile="b")]
+    job = Job(global_batch=40_000, unit="tokens", lengths=moments)
+    found = make_plan(Cluster(job=job, worker=groups), [profile(cost, memory=memory), profile(cost)])
+    assert 9_900 <= found.workers[0].batch <= 10_000
 
 
 def test_a_plan_in_tokens_weighs_them_by_the_cost_of_the_data() -> None:

@@ -20,7 +20,6 @@ from pyps.formats import (
     Job,
     LengthCost,
     LengthMoments,
-    LengthPoint,
     Lengths,
     ModelInfo,
     Plan,
@@ -44,7 +43,7 @@ def profile(cost: LengthCost, tokens: int = 256) -> Profile:
     """Return that of a device whose steps cost as much, measured with samples of so many tokens."""
     each = float(cost.seconds(tokens))
     points = [Point(batch=b, seconds=1e-3 + b * each) for b in (1, 2, 4, 8, 16, 32, 64, 128)]
-    known = LengthPoint(tokens=tokens, batch=1, seconds=each, peak_bytes=1)
+    known = Point(tokens=tokens, batch=1, seconds=each, peak_bytes=1)
     lengths = Lengths(
         cost=cost, step_seconds=1e-3, fixed_bytes=1, per_token_bytes=0, per_square_bytes=0, points=[known]
     )
