@@ -16,9 +16,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc")
-LIBC = ctypes.CDLL(None)
+LIBC: Any = None if os.name == "nt" else ctypes.CDLL(None)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 KEEP = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_THRESHOLD: 2**30}  # bytes
 NO_LIMIT = 1 << 62  # version 1 writes "unlimited" as a larger number

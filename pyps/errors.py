@@ -54,13 +54,13 @@ class InputError(PypsError):
 
 
 class CoreMissing(PypsError):
-    """The store or the simulator was asked for where only the pure-Python package is installed."""
+    """The compiled core was asked for where only the pure-Python package is installed."""
 
     def __init__(self) -> None:
         super().__init__(
-            "this installation has no C core, which the store, `pyps run` and `pyps simulate` need: found "
-            f"{sys.platform} on {platform.machine()}; expected Linux on x86-64 or aarch64, and its wheel. "
-            "Profiling, planning and pyps.torch work without it"
+            "this installation has no C core, which stores, servers, `pyps run`, `pyps simulate` and codecs "
+            f"other than f32 need: found {sys.platform} on {platform.machine()}; expected Linux on x86-64 or "
+            "aarch64, and its wheel. Profiling, planning, pyps.torch and workers at tcp:// work without it"
         )
 
 

@@ -158,7 +158,8 @@ class StepAgreement:
 # A DataLoader's worker that collected a group as garbage would end threads that it does not have, and crash.
 _alive: WeakSet[StepAgreement] = WeakSet()
 _of_parent: list[StepAgreement] = []
-os.register_at_fork(after_in_child=lambda: _of_parent.extend(_alive))
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: _of_parent.extend(_alive))
 
 
 def digest_of(fields: Fields) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pyps.errors import PypsError, shown
+from pyps.errors import CoreMissing, PypsError, shown
 
 if TYPE_CHECKING:
     import typer
@@ -33,6 +33,7 @@ COMMANDS = {
     "keys": "Admit and revoke the clients of a server.",
     "shm": "List and remove shared-memory segments.",
 }
+NEED_CORE = {"run", "simulate", "serve", "shm"}
 
 
 def main() -> None:
@@ -62,6 +63,8 @@ def call_command(name: str, program: str, arguments: Sequence[str]) -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows another one
     try:
         with _quietly_interrupted():
+            if name in NEED_CORE and not importlib.import_module("pyps.native.compiled").HAS_CORE:
+                raise CoreMissing()
             app: typer.Typer = importlib.import_module(f"pyps.cli.{name}").app
         _invoke(app, program, arguments)
     except PypsError as error:

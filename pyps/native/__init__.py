@@ -1,4 +1,4 @@
-"""This package alone imports pyps._native: C codes become exceptions here, C structs become values.
+"""C codes become exceptions here, C structs become values; `compiled` alone imports pyps._native.
 
 Everything above sees names, numbers, arrays and the dataclasses of pyps.native.values. What a store does is
 in pyps.native.local; the C rules (one thread at a time, one process) are kept by pyps.Store, which holds it.
@@ -15,15 +15,11 @@ from typing import Any, NewType, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import CoreMissing, InvalidArgument, StoreError
-
-try:
-    from pyps._native import ffi, lib
-except ModuleNotFoundError as missing:
-    raise CoreMissing() from missing
-
+from pyps.errors import InvalidArgument, StoreError
 from pyps.formats.plan import TurnSchedule
 from pyps.native import interrupt
+from pyps.native.compiled import HAS_CORE as HAS_CORE
+from pyps.native.compiled import ffi, lib
 from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.values import (
     NO_TAG,
@@ -186,6 +182,8 @@ def finite(values: Flat) -> bool:
     """Return whether every value of a contiguous fp32 array is finite. Any thread may ask, during any
     call.
     """
+    if not HAS_CORE:
+        return bool(np.isfinite(values).all())
     return lib.pyps_finite(ffi.from_buffer("float[]", values), values.size) == 0
 
 
@@ -193,6 +191,9 @@ def take(values: Flat, to: Flat) -> bool:
     """Copy a contiguous fp32 array to another of its size; whether every value is finite, as `finite`."""
     if values.size != to.size:
         raise InvalidArgument("take", f"to: found {to.size} values; expected {values.size}")
+    if not HAS_CORE:
+        to[:] = values
+        return finite(to)
     out = ffi.from_buffer("float[]", to, require_writable=True)
     return lib.pyps_take(out, ffi.from_buffer("float[]", values), values.size) == 0
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.formats.plan import TurnSchedule
 from pyps.native import check, fill_policy_params, raised, turn_array, u32_array, unsigned
+from pyps.native.compiled import HAS_CORE, ffi, lib
 from pyps.native.decisions import Decision, EventKind, PolicyContext
 from pyps.native.status import RankCounters, rank_cost
 from pyps.native.values import Config, RankCost
@@ -182,4 +182,5 @@ def _set_custom() -> None:
     check("custom policy", lib.pyps_set_custom(c))
 
 
-_set_custom()
+if HAS_CORE:
+    _set_custom()

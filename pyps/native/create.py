@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from pyps._native import ffi, lib
 from pyps.errors import InvalidArgument
 from pyps.native import (
     abi_version,
@@ -17,6 +16,7 @@ from pyps.native import (
     u32_array,
     unsigned,
 )
+from pyps.native.compiled import ffi, lib
 from pyps.native.state import COUNTERS, VECTORS, RankHistory, StoreState
 from pyps.native.status import RankCounters
 from pyps.native.values import Config, DataSet, Tensor

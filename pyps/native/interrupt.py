@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from pyps._native import ffi, lib
 from pyps.errors import WaitInterrupted
+from pyps.native.compiled import HAS_CORE, ffi, lib
 
 
 class _Interrupt(threading.local):
@@ -47,4 +47,5 @@ def reason() -> BaseException | None:
     return error
 
 
-lib.pyps_set_interrupt(lib.pyps_python_interrupted)
+if HAS_CORE:
+    lib.pyps_set_interrupt(lib.pyps_python_interrupted)

@@ -13,7 +13,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps._native import ffi, lib
 from pyps.errors import Forked, SegmentNotFound, StoreError, TimedOut, WaitInterrupted
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span
@@ -29,6 +28,7 @@ from pyps.native import (
     fill_data_set,
     hyper_array,
     hyper_values,
+    policy_needs,
     push_args,
     push_result,
     raised,
@@ -38,6 +38,7 @@ from pyps.native import (
     u32_array,
     unsigned,
 )
+from pyps.native.compiled import ffi, lib
 from pyps.native.create import create
 from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
@@ -101,6 +102,7 @@ class LocalBackend:
         c = ffi.new("pyps_policy_params *")
         check("policy_params", lib.pyps_get_policy_params(pointer, c))
         self.policy_params = PolicyParams(**struct_values(PolicyParams, c))
+        self.policy_needs = policy_needs(self.layout.policy, self.policy_params)
 
     @classmethod
     def open(cls, name: str) -> Self:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pyps._native import ffi, lib
 from pyps.native import Pointer, check, hyper_values
+from pyps.native.compiled import ffi, lib
 from pyps.native.decisions import PolicyParams
 from pyps.native.status import RankCounters
 from pyps.native.values import Codec, DataSet, Flat, Hyper, Layout, Optimizer, Tensor

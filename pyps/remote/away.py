@@ -56,6 +56,7 @@ class Away:
     def __init__(self, address: Address, client: Client, opened: OpenReply) -> None:
         self.address, self.client, self.tensors = address, client, opened.tensors
         self.layout, self.policy_params = opened.layout, opened.policy_params
+        self.policy_needs = opened.policy_needs
         client.set_server(opened.server, opened.client_timeout_seconds)
         trained = opened.layout.trained_elements
         self._extents = Extents.of(opened.tensors, opened.layout)
@@ -174,7 +175,7 @@ class Away:
 
     @property
     def _waits_for_rounds(self) -> bool:
-        return native.policy_needs(self.layout.policy, self.policy_params).waits_for_rounds
+        return self.policy_needs.waits_for_rounds
 
     def _check_staged(self, staging: int) -> None:
         """Raise InvalidArgument, as the core does, for a buffer that no push may have now."""

@@ -31,7 +31,7 @@ from pyps.errors import (
     TimedOut,
     WaitInterrupted,
 )
-from pyps.native.decisions import Advice, PolicyNeeds
+from pyps.native.decisions import Advice
 from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
@@ -243,9 +243,8 @@ class LinkSession:
     def _opened(self) -> OpenReply:
         self._site.opened(self.layout)
         site, store = self._site, self.store
-        return OpenReply(
-            site.server, site.client_timeout_seconds, store.layout, store.tensors, store.policy_params
-        )
+        timeout, params = site.client_timeout_seconds, store.policy_params
+        return OpenReply(site.server, timeout, store.layout, store.tensors, params, store.policy_needs)
 
     @HANDLERS.plain(verbs.JOIN)
     def join(self, role: Role, rank: int) -> int:
@@ -352,10 +351,6 @@ class LinkSession:
     def _extents(self) -> Extents:
         return Extents.of(self.store.tensors, self.layout)
 
-    @cached_property
-    def _needs(self) -> PolicyNeeds:
-        return native.policy_needs(self.layout.policy, self.store.policy_params)
-
     @HANDLERS.bulk(verbs.TRANSFER)
     def transfer(self, numbers: Frames, header: TransferHeader) -> tuple[TransferReply, Arrays]:
         """Push, claim ahead and pull, as pyps.step.transfer has it."""
@@ -424,7 +419,7 @@ class LinkSession:
 
     def _not_ended(self, error: StoreError, theirs: int, staging: int) -> StoreError:
         """The error of a push that did not end; of `stage` if it is not in its round. theirs: its buffer."""
-        waits = self._needs.waits_for_rounds
+        waits = self.store.policy_needs.waits_for_rounds
         with contextlib.suppress(InvalidArgument):  # it waits there; or it was taken, where none wait
             self.store.unstage(staging)
             error, waits = type(error)("stage", error.message) if waits else error, False  # it comes again

@@ -8,7 +8,6 @@ user, modes 0600 and 0700. `pyps keys` adds and revokes clients, also while a se
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -29,6 +28,8 @@ from pyps.formats.files import learnt
 
 KEY_LENGTH = 40  # Z85 text of 32 bytes
 MAX_FILE_BYTES = 1 << 20
+# A link or a pipe in place of a file is not followed. Windows has one, for bytes as they are.
+PLAIN = sum(getattr(os, f"O_{flag}", 0) for flag in ("NOFOLLOW", "NONBLOCK", "CLOEXEC", "BINARY"))
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SERVER = "server"  # no client's name: its file would be the server's
@@ -202,6 +203,8 @@ def _pair() -> tuple[str, str]:
 @contextmanager
 def _changing(folder: Path) -> Iterator[None]:
     """Make the folder if need be, and keep other processes from changing it. Raises InputError."""
+    import fcntl  # Windows has none, and admits no clients
+
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_folder(folder)
@@ -266,7 +269,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def _read(path: str | os.PathLike[str], kind: type[Keys]) -> Keys:
     where, expected = os.fspath(path), f"a {kind.__struct_defaults__[-1]} file ({HINT})"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | PLAIN)
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -274,11 +277,17 @@ def _read(path: str | os.PathLike[str], kind: type[Keys]) -> Keys:
             data = file.read(MAX_FILE_BYTES)
     except OSError as error:
         raise InputError(where, "", error.strerror or str(error), expected) from None
+    if not hasattr(os, "geteuid"):  # the lists of rights of Windows are not looked at
+        return _decoded(where, data, kind, expected)
     if found.st_uid != os.geteuid():
         raise InputError(where, "owner", f"user {found.st_uid}", f"user {os.geteuid()}: chown it")
     if found.st_mode & OTHERS:
         mode = oct(stat.S_IMODE(found.st_mode))
         raise InputError(where, "mode", mode, "0o600: it is secret (chmod 600)")
+    return _decoded(where, data, kind, expected)
+
+
+def _decoded(where: str, data: bytes, kind: type[Keys], expected: str) -> Keys:
     if not data:
         raise InputError(where, "", "an empty file", expected)
     try:

@@ -6,7 +6,6 @@ A server holds a lock file next to its socket as long as it lives: libzmq would 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from pathlib import Path
@@ -64,6 +63,8 @@ class SocketFolder:
         except OSError as error:
             expected = "a folder to write to"
             raise InputError("serve", str(folder), error.strerror or str(error), expected) from None
+        import fcntl  # Windows has none, and serves nothing
+
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._lock), self._lock_path.stat()):

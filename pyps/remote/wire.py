@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from pyps.errors import InvalidArgument, StoreError
 from pyps.native import ERRORS
-from pyps.native.decisions import PolicyParams
+from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.state import StateHeader
 from pyps.native.values import (
     Agreement,
@@ -139,6 +139,7 @@ class OpenReply(msgspec.Struct, frozen=True):
     layout: Layout
     tensors: tuple[Tensor, ...]
     policy_params: PolicyParams
+    policy_needs: PolicyNeeds
 
 
 class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

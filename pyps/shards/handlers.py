@@ -336,4 +336,6 @@ class ShardSession:
     def _opened(self) -> OpenReply:
         """Without its tensors: the model's seal is in their names."""
         shard, site = self._host.shard, self._site
-        return OpenReply(site.server, site.client_timeout_seconds, shard.layout, (), shard.policy_params)
+        needs = native.policy_needs(shard.layout.policy)
+        timeout, params = site.client_timeout_seconds, shard.policy_params
+        return OpenReply(site.server, timeout, shard.layout, (), params, needs)

@@ -201,6 +201,7 @@ class ShardedBackend(Away):
             whole.layout(head.layout, self._layouts),
             whole.tensors,
             head.policy_params,
+            head.policy_needs,
         )
 
     def close(self) -> None:

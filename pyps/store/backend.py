@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pyps.formats.plan import TurnSchedule
 from pyps.native import STORE_TIMEOUT
-from pyps.native.decisions import Advice, PolicyParams
+from pyps.native.decisions import Advice, PolicyNeeds, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
 from pyps.native.status import Member, RankCounters, Status
@@ -66,6 +66,10 @@ class Backend(Protocol):
     @property
     def policy_params(self) -> PolicyParams:
         """The numbers of the store's policy."""
+
+    @property
+    def policy_needs(self) -> PolicyNeeds:
+        """Return what the store's policy asks of its workers."""
 
     @property
     def servers(self) -> int:

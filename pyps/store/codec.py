@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
-from pyps.errors import InputError, InvalidArgument
+from pyps.errors import CoreMissing, InputError, InvalidArgument
 from pyps.formats.options import CodecName
 from pyps.native.values import Codec, EncodeCounts, Encoding, Flat, Layout
 
@@ -46,13 +46,15 @@ A = TypeVar("A")
 
 
 def as_codec(codec: Codec | str) -> Codec:
-    """A codec by its name. Raises InputError."""
-    if isinstance(codec, Codec):
-        return codec
-    if codec.upper() not in Codec.__members__:
-        names = ", ".join(name.lower() for name in Codec.__members__)
-        raise InputError("codec", "name", repr(codec), f"one of {names}")
-    return Codec[codec.upper()]
+    """A codec by its name. Raises InputError; CoreMissing for all but f32 where there is no core."""
+    if not isinstance(codec, Codec):
+        if codec.upper() not in Codec.__members__:
+            names = ", ".join(name.lower() for name in Codec.__members__)
+            raise InputError("codec", "name", repr(codec), f"one of {names}")
+        codec = Codec[codec.upper()]
+    if codec is not Codec.F32 and not native.HAS_CORE:
+        raise CoreMissing()
+    return codec
 
 
 def name_of(codec: Codec) -> CodecName:

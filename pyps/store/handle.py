@@ -81,6 +81,7 @@ class StoreHandle:
         self.name = name
         self.rank: int | None = None
         self.layout, self.tensors, self._params = backend.layout, backend.tensors, backend.policy_params
+        self._needs = backend.policy_needs
         self.servers, self.undone = backend.servers, backend.undone
         self.has_link = backend.servers > 0  # that transfers cross, a real or an emulated one
         self._calls = Turns(name, backend)
@@ -136,7 +137,7 @@ class StoreHandle:
 
     def policy_needs(self) -> PolicyNeeds:
         """Return what the store's policy asks of its workers."""
-        return native.policy_needs(self.layout.policy, self._params)
+        return self._needs
 
     def _checked(self, request: PushRequest) -> PushRequest:
         """The request as the core takes it: checked against its sizes, with noise for this push alone.

@@ -6,7 +6,6 @@ transfer takes comes on top; on one machine that is little.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -76,6 +75,8 @@ class SharedWay:
         self._rate, self._path = bytes_per_second, path
 
     def carry(self, size: int, begin: int) -> int:
+        import fcntl  # Windows has none, and emulates no links
+
         number, passes_at = 0, begin
         while True:
             with self._path.open("a+b", buffering=0) as file:

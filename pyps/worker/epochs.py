@@ -8,7 +8,6 @@ says which epochs are done. A run that goes on in the middle of an epoch waits f
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -79,6 +78,8 @@ class Epochs:
         if self._path is None:
             self._call(epoch)
             return True
+        import fcntl  # Windows has none, and has no run's folder here
+
         with self._path.open("ab", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

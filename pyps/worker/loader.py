@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -46,8 +47,6 @@ NO_BATCH = (-1, 0)  # the positions of what is no batch: the data set's fingerpr
 Positions = tuple[int, int]  # first position, samples
 TOLERANCE = 1e-3  # of the mean size of the values: a JPEG decoder's rounding is a tenth of this
 WEIGHT = 0.6180339887498949  # each further value counts this much less, so that two cannot change places
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -277,8 +276,8 @@ def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number:
     whole group: the parent leaves on it, and torch raises there if a loader process ends first.
     """
     signal.signal(signal.SIGTERM, _end_later if bound else signal.SIG_DFL)
-    if bound:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if bound and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if user_init is not None:
         user_init(number)
 

@@ -4,7 +4,8 @@
     .venv/bin/python tests/helpers/try_wheels.py dist [--only native,pure,emulated]
 
 native    this processor's wheel: pip check, a plan, a run of two workers
-pure      the one without the core: pip check, the same plan, uneven DDP of two ranks; the store's refusal
+pure      the one without the core: pip check, the same plan, uneven DDP of two ranks, a worker of a store
+          elsewhere; a local store's refusal
 emulated  the one for aarch64 under qemu-user: pip check, its kernels, a run of two workers with that plan
 
 The last needs qemu-aarch64-static (Debian: qemu-user-static), uv and an apt whose archive has arm64. Python
@@ -58,7 +59,21 @@ if dist.get_rank() == 0:
     print("split", *step.sampler.split)
 dist.destroy_process_group()
 """
-STORE = "import pyps\ntry:\n    pyps.Store\nexcept pyps.PypsError as error:\n    print(error)"
+JOIN = """
+import sys, torch, pyps
+
+torch.set_num_threads(1)
+draws = torch.Generator().manual_seed(0)
+data = torch.randn(64, 4, generator=draws), torch.randn(64, 1, generator=draws)
+model = torch.nn.Linear(4, 1)
+with pyps.join(sys.argv[1], 0, batches=[8], samples=96) as worker:
+    worker.attach(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    for x, y in worker.batches(data):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        worker.step()
+    print(worker.steps, "steps")
+"""
+STORE = "import pyps\ntry:\n    pyps.Store.open('x')\nexcept pyps.PypsError as error:\n    print(error)"
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ def installed(wheel: Path, folder: Path) -> Place:
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     place = Place(folder / "venv" / "bin" / "python", folder)
     pip = ["-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt"]
-    place.run(*pip, f"{wheel}[plan,torch]")
+    place.run(*pip, f"{wheel}[plan,torch,remote]")
     place.run("-m", "pip", "check", says="No broken requirements found.")
     return place
 
@@ -119,6 +134,10 @@ def pure(wheel: Path, folder: Path) -> None:
     place.plan()
     (folder / "ddp.py").write_text(DDP)
     place.run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "ddp.py", says="split ")
+    from pyps.remote.server import Server
+
+    with Server("try-wheels", "tcp://127.0.0.1:*", insecure=True) as server:
+        place.run("-c", JOIN, server.address, says="12 steps")
     place.run("-c", STORE, says="this installation has no C core")
 
 

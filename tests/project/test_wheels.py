@@ -14,8 +14,10 @@ from pathlib import Path
 
 import programs
 import pytest
+from try_wheels import JOIN, STORE
 
 from pyps import native
+from pyps.remote.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -37,7 +39,6 @@ assert pyps.__file__.startswith(os.getcwd()), pyps.__file__
 """
 # What makes this clone importable everywhere would find its core.
 NO_CLONE = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-STORE = "import pyps\ntry:\n    pyps.Store\nexcept pyps.PypsError as error:\n    print(error)"
 
 Elsewhere = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -96,7 +97,7 @@ def test_the_planner_gives_the_same_plan(elsewhere: Elsewhere) -> None:
     assert there.stdout == here.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "simulate", "shm"])
+@pytest.mark.parametrize("command", ["run", "simulate", "serve", "shm"])
 def test_a_command_that_needs_the_core_says_so_in_a_line(elsewhere: Elsewhere, command: str) -> None:
     done = elsewhere("-m", "pyps", command)
     assert done.returncode == 2
@@ -108,6 +109,12 @@ def test_a_command_that_needs_the_core_says_so_in_a_line(elsewhere: Elsewhere, c
 def test_the_store_says_what_it_needs(elsewhere: Elsewhere) -> None:
     done = elsewhere("-c", STORE)
     assert done.stdout.startswith("this installation has no C core"), done.stderr
+
+
+def test_a_worker_trains_at_a_server(elsewhere: Elsewhere, shm: Path) -> None:
+    with Server("model", "tcp://127.0.0.1:*", insecure=True) as server:
+        done = elsewhere("-c", JOIN, server.address)
+        assert done.stdout == "12 steps\n", done.stderr
 
 
 def cross_compiler() -> list[str]:
