@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyps.formats import LengthCost
-from pyps.torch import GlobalMean, UnevenBatchSampler
+from pyps.formats import LengthCost, Profile
+from pyps.torch import GlobalMean, UnevenBatchSampler, uneven
 
 COUNT, WIDTH, WORDS, BATCH = 60, 5, 7, 18
 TOKENS = np.random.default_rng(1).integers(1, 30, COUNT)
@@ -64,6 +64,15 @@ def trained(group: dist.ProcessGroup) -> tuple[list[float], list[list[int]]]:
         far.append(_apart(alone, model))
         counts.append([len(part) for part in parts])
     return far, counts
+
+
+def planned(group: dist.ProcessGroup, profiles: list[Profile]) -> tuple[list[int], list[LengthCost], int]:
+    """uneven() with a profile of each rank: the split, the costs that ranks know, and the global batch."""
+    model, data = Net(), list(range(COUNT))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = profiles[group.rank()]
+    *_, step = uneven(model, data, BATCH, optimizer=optimizer, lengths=TOKENS, profile=profile)
+    return list(step.sampler.split), list(step.sampler.costs), step.sampler.global_batch
 
 
 def _apart(alone: nn.Module, model: nn.Module) -> float:

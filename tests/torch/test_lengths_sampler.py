@@ -170,3 +170,17 @@ def test_the_gradient_is_that_of_one_process(ranks: Ranks) -> None:
     for far, counts in ranks.run(3, length_jobs.trained):
         assert max(far) < EXACT
         assert len({tuple(one) for one in counts}) > 1, "ranks have other numbers of samples in other rounds"
+
+
+def test_uneven_splits_by_the_cost_of_lengths_on_each_rank(ranks: Ranks) -> None:
+    costs = [FAST, SLOW, SLOW, SLOW]
+    found = ranks.run(4, length_jobs.planned, [profile(cost, tokens=16) for cost in costs])
+    lengths = length_jobs.TOKENS.astype(float)
+    moments = lengths.mean(), (lengths**2).mean()
+    for split, known, batch in found:
+        assert (known, batch) == (costs, length_jobs.BATCH)
+        took = [
+            1e-3 + tokens / moments[0] * cost.mean(*moments)
+            for tokens, cost in zip(split, known, strict=True)
+        ]
+        assert took == pytest.approx([took[0]] * 4, rel=0.05)
