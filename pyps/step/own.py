@@ -42,18 +42,16 @@ def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
 
 
 def share_of_way(hyper: Hyper, optimizer: Optimizer, part: float) -> float:
-    """Return how much of its own gradient's way a worker goes on: min(1, sqrt(part) / (1 - momentum)).
+    """Return how much of its own gradient's way a worker goes on: min(1, 2 sqrt(part) / (1 - momentum)).
 
-    part: of a global batch, that the gradient's samples are. Let each worker go on by a share a of its own
-    gradient. On a quadratic the workers' mean is then late by 1 - a: not at all with a = 1. But each worker's
-    own point is off by the noise of its gradient, whose variance is 1 / part that of a round's, and where the
-    loss is no quadratic that harms as well. This a is the largest with which that noise moves a worker no
-    further than a round's noise moves the parameters in all, lr / (1 - momentum). Adam's own moments weigh
-    what a worker adds, so all of it counts.
+    part: of a global batch, that the gradient's samples are. Let each worker go on by a share a. Where the
+    curvature is h the workers' mean then takes w - lr h (a w + (1 - a) w_late): from a = 1/2 on no lateness
+    makes that diverge where lr h < 2, as without a pipeline. But each worker's own point is off by the noise
+    of its gradient, whose variance is 1 / part that of a round's, and where the loss is no quadratic that
+    harms. With this a it is off by at most two steps' noise of a round, lr / (1 - momentum) each, and up to
+    16 workers have their half. Adam's own moments weigh what a worker adds, so all of it counts.
     """
-    if optimizer in ADAM:
-        return 1.0
-    return min(1.0, math.sqrt(part) / max(1.0 - hyper.momentum, 1e-6))
+    return 1.0 if optimizer in ADAM else min(1.0, 2.0 * math.sqrt(part) / max(1.0 - hyper.momentum, 1e-6))
 
 
 class UnderWay(Generic[G]):

@@ -20,15 +20,12 @@ def own_vectors(optimizer: Optimizer, depth: int) -> int:
 
 @dataclass(frozen=True)
 class Pushed:
-    """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along.
-
-    part: of a global batch, that its samples are.
-    """
+    """A gradient in its staging buffer, and how it was pushed; for Adam what it moves parameters along."""
 
     flat: Flat
     hyper: tuple[Hyper, ...]
     scale: float
-    part: float
+    part: float  # of a global batch, that its samples are
 
 
 class Onward:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from pyps.native.values import Hyper
 from pyps.simulate import Scenario, SimWorker, TorchObjective, simulate
+from pyps.simulate.problem import Quadratic as Tridiagonal
 from pyps.store.policies import Policy
 from pyps.tasks import TrainingTask
 
@@ -102,6 +103,23 @@ def test_own_noise_is_kept_small_in_a_pipeline_of_many() -> None:
     )
     ends = [np.mean([loss for *_, loss in found.curve[-200:]]) for found in (piped, serial)]
     assert ends[0] < 1.2 * ends[1]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_sixteen_workers_bear_in_a_pipeline_the_rate_that_they_bear_without(depth: int) -> None:
+    """Half of its own gradient is enough for any curvature below 2 / lr: here it is up to 1."""
+    far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.5 * depth - 0.7) for k in range(16)))
+    options = {
+        "lr": Hyper(lr=1.6),
+        "iterations": 80,
+        "optimizer": "sgd",
+        "objective": Tridiagonal(noise=1e-3),
+    }
+    serial, piped = (
+        simulate(far, "hps", pipeline=steps, **options).loss  # type: ignore[arg-type]
+        for steps in (1, depth)
+    )
+    assert piped < 1.5 * serial
 
 
 @pytest.mark.parametrize("depth", [2, 3])

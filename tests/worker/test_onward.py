@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,11 @@ def test_the_way_of_a_gradient_is_scaled_clipped_and_whole() -> None:
     assert not params.any(), "one is not finite, one was skipped"
 
 
-def test_a_part_of_a_round_goes_on_by_the_root_of_its_part() -> None:
+def test_a_part_of_a_round_goes_on_by_twice_the_root_of_its_part() -> None:
     """Unless momentum makes a gradient's own step short beside the way of a round's gradient."""
     tensors = (Tensor("w", (1,), 0, 0, 1), Tensor("v", (1,), 1, 1, 1))
     hypers = Hyper(lr=0.5), Hyper(lr=0.5, momentum=0.75)
-    own, params = Onward(Optimizer.MOMENTUM, tensors, 16), np.zeros(2, np.float32)
+    own, params = Onward(Optimizer.MOMENTUM, tensors, 64), np.zeros(2, np.float32)
     own.sent(PushRequest(0, 1, hypers), np.ones(2, np.float32))
     own.go_on(params)
     np.testing.assert_allclose(params, [-0.5 / 4, -0.5])
@@ -150,3 +151,15 @@ def test_moments_do_not_depend_on_blocks() -> None:
     for gradient in gradients:
         whole, end = long.difference(gradient, hyper, 0.5), short.difference(gradient[-5:], hyper, 0.5)
         np.testing.assert_array_equal(whole[-5:], end)
+
+
+@pytest.mark.parametrize(("ranks", "momentum", "told"), [(8, 0.0, True), (4, 0.0, False), (8, 0.9, False)])
+def test_a_wide_pipeline_without_momentum_is_told_of(
+    shm: Path, ranks: int, momentum: float, told: bool
+) -> None:
+    model = make_model()
+    options: dict[str, Any] = {"batches": [2] * ranks, "samples": 40, "policy": "hps", "pipeline": 2}
+    with join("wide", 0, **options) as worker, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        worker.attach(model, optimizer_of(model, momentum=momentum))
+    assert any("no pipeline helps" in str(one.message) for one in found) == told
