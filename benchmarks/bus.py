@@ -105,7 +105,7 @@ def worked(
     times: list[float] = []
     binding.bus_of = lambda _: Emulated(options.rate * 1e9)
     with tempfile.TemporaryDirectory() as name:
-        more: dict[str, Any] = {"policy": "asp", "pipeline": depth, "run_dir": Path(name)}
+        more: dict[str, Any] = {"policy": "asp", "depth": depth, "run_dir": Path(name)}
         with pyps.join(f"bus-{os.getpid()}", 0, batches=[1], samples=steps, **more) as worker:
             worker.attach(model, OPTIMIZERS[optimizer](model.parameters(), lr=1e-3))
             worker.store.set_threads(options.threads)

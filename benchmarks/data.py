@@ -49,7 +49,7 @@ class Case:
     devices: Devices
     global_batch: int
     policy: str = "bsp"
-    pipeline: bool = False
+    depth: int = 1
     loaders: int = LOADERS
     slow: bool = False
     rebalance: bool = False
@@ -82,7 +82,7 @@ class Case:
 CASES = (
     Case("compute is longer, `bsp`", COMPUTE_BOUND, 150),
     Case("compute is longer, `asp`", COMPUTE_BOUND, 150, "asp"),
-    Case("compute is longer, `asp`, pipelined", COMPUTE_BOUND, 150, "asp", pipeline=True),
+    Case("compute is longer, `asp`, pipelined", COMPUTE_BOUND, 150, "asp", depth=2),
     Case("loading is longer, `bsp`", LOADER_BOUND, 600),
     Case("loading is longer, `asp`", LOADER_BOUND, 600, "asp"),
     Case("one rank's loader is slow, `bsp`", COMPUTE_BOUND, 150, slow=True),
@@ -124,7 +124,7 @@ def launch(case: Case, folder: Path, iterations: int) -> tuple[Report, float]:
     options = RunOptions(
         samples=iterations * case.global_batch,
         policy=case.policy,
-        pipeline=case.pipeline,
+        depth=case.depth,
         args=args,
         run_dir=folder / "run",
         throttle_from=str(folder / "cluster.toml"),

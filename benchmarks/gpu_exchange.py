@@ -80,7 +80,7 @@ def measure(case: Case, device: str, batch: int) -> list[str]:
     bare = alone(model, inputs[:batch], targets[:batch], device)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     with tempfile.TemporaryDirectory() as name:
-        more: dict[str, Any] = {"run_dir": Path(name), "codec": codec, "pipeline": case.depth}
+        more: dict[str, Any] = {"run_dir": Path(name), "codec": codec, "depth": case.depth}
         with pyps.join("exchange", 0, batches=[batch], samples=batch * STEPS, policy="asp", **more) as worker:
             worker.attach(model, optimizer)
             began = 0.0

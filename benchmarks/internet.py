@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from record import machine, save_table, table, write_whole
@@ -52,7 +53,7 @@ class Way:
     pull_codec: str = "int8"
     steps: int = 0
     even: bool = False
-    pipeline: bool = False
+    depth: Any = 1
     servers: bool = (
         True  # that the workers share; False: all-reduce, whose bytes cross the workers' links only
     )
@@ -66,7 +67,9 @@ class Way:
     def run_table(self) -> str:
         """[run] of the cluster file."""
         lines = [f'policy = "{self.policy}"', f'codec = "{self.codec}"', f'pull_codec = "{self.pull_codec}"']
-        lines += [f"local_steps = {self.steps}"] * bool(self.steps) + ["pipeline = true"] * self.pipeline
+        lines += [f"local_steps = {self.steps}"] * bool(self.steps) + [f'depth = "{self.depth}"'] * (
+            self.depth != 1
+        )
         return "\n".join(["[run]", *lines, f"round_timeout = {PATIENCE}"])
 
 
@@ -76,11 +79,11 @@ WAYS = (
     replace(FULL, title="DDP, int8", codec="int8", pull_codec="int8"),
     Way("local steps, equal, in rounds", "bsp", steps=75, even=True),
     Way("local steps, planned, in rounds", "bsp", steps=75),
-    Way("planned, rounds, pipeline", "hps", steps=40, pipeline=True),
+    Way("planned, rounds, pipeline", "hps", steps=40, depth="auto"),
     Way("planned, a quorum of a quarter", "softsync:n=4", steps=75),
-    Way("planned, a quorum of a quarter, pipeline", "softsync:n=4", steps=40, pipeline=True),
+    Way("planned, a quorum of a quarter, pipeline", "softsync:n=4", steps=40, depth="auto"),
     Way("planned, no waiting", "asp", steps=75),
-    Way("planned, no waiting, pipeline", "asp", steps=40, pipeline=True),
+    Way("planned, no waiting, pipeline", "asp", steps=40, depth="auto"),
 )
 
 
@@ -159,9 +162,7 @@ def useful(way: Way, workers: int, hours: float, seeds: int) -> list[str]:
     plan = planned(way, workers, hours)
     began = time.perf_counter()
     results = [
-        simulate(
-            plan.scenario, way.chosen, iterations=10**9, seconds=3600 * hours, pipeline=way.pipeline, seed=k
-        )
+        simulate(plan.scenario, way.chosen, iterations=10**9, seconds=3600 * hours, depth=way.depth, seed=k)
         for k in range(seeds)
     ]
     took = (time.perf_counter() - began) / seeds
@@ -196,7 +197,7 @@ def learned(way: Way, workers: int, hours: float, seeds: int) -> list[str]:
                 way.chosen,
                 iterations=10**9,
                 seconds=3600 * hours,
-                pipeline=way.pipeline,
+                depth=way.depth,
                 seed=k,
                 objective=Logistic(SAMPLES, 64, 10, 3.0),
                 lr=1.0 if way.steps else rate,

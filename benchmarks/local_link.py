@@ -221,7 +221,7 @@ def planned(folder: Path, options: argparse.Namespace, way: Way, setting: Settin
     """The plan of a way, by pyps-plan, and devices.toml next to it, in which links are not emulated."""
     text = f"[job]\nglobal_batch = {way.global_batch}\n[run]\n"
     text += f"local_steps = {way.steps}\n" if way.steps else ""
-    text += 'policy = "hps"\npipeline = true\n' if way.overlaps else 'policy = "bsp"\n'
+    text += 'policy = "hps"\ndepth = "auto"\n' if way.overlaps else 'policy = "bsp"\n'
     text += f'codec = "{way.codec}"\npull_codec = "int8"\n'
     text += f'[[shared]]\nname = "link"\nbandwidth = {options.mbit * 1e6 / 8 * HEADERS}\n'
     for rank, seconds in enumerate(setting.sample_seconds(options.sample_seconds)):

@@ -283,7 +283,7 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{middle} ({low} to {high})" if len(values) > 1 else middle
 
 
-def seconds_of(case: Case, push: int, pull: int, link: float, pipeline: bool = False) -> float:
+def seconds_of(case: Case, push: int, pull: int, link: float, overlaps: bool = False) -> float:
     """Seconds of as many samples as a round has. push, pull: bits; link: the server's bytes a second."""
     size = sum(p.numel() for p in Transformer().parameters()) * 4.0
     scenario = replace(case.scenario(), up_bytes=size, down_bytes=size, server_bandwidth=link)
@@ -291,7 +291,7 @@ def seconds_of(case: Case, push: int, pull: int, link: float, pipeline: bool = F
     workers = tuple(replace(w, **shares) for w in scenario.workers)
     scenario = replace(scenario, workers=workers)
     rounds = 40 * sum(PLANNED) // scenario.global_batch
-    result = simulate(scenario, case.policy, iterations=rounds, pipeline=pipeline)
+    result = simulate(scenario, case.policy, iterations=rounds, depth="auto" if overlaps else 1)
     return result.seconds * sum(PLANNED) / result.samples
 
 

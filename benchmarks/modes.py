@@ -79,8 +79,8 @@ class Case:
 # Seconds of a step before its first sample, and of each sample.
 KINDS = {"fast": (0.050, 0.0050), "good": (0.050, 0.0075), "slow": (0.050, 0.0150)}
 INT8 = 'codec = "int8"; pull_codec = "int8"'
-PIPED = "pipeline = true"
-PLANNED = 'pipeline = true; codec = "plan"'
+PIPED = 'depth = "auto"'
+PLANNED = 'depth = "auto"; codec = "plan"'
 
 
 def case_of(
@@ -141,7 +141,7 @@ CASES = (
 )
 TWENTY = Case(
     "20 MB/s",
-    'policy = "hps"\npipeline = true\ncodec = "plan"',
+    'policy = "hps"\ndepth = "auto"\ncodec = "plan"',
     64,
     (Device(0.0009, 0.000625, 10_000.0), Device(0.0009, 0.00015, 20.0)),
 )

@@ -126,7 +126,7 @@ def trained(case: Case) -> Learned:
         objective=Coded(objective) if way.int8 else objective,
         lr=network.hyper,
         optimizer=network.optimizer,
-        pipeline=way.depth,
+        depth=way.depth,
     )
     return Learned(list(result.curve), result.seconds, result.samples)
 

@@ -137,7 +137,7 @@ def trained(case: Case) -> float:
             objective=Coded(objective) if case.codec == "int8" else objective,
             lr=replace(hyper, lr=case.rate * hyper.lr),
             optimizer=case.optimizer,
-            pipeline=case.depth,
+            depth=case.depth,
         ).curve
     loss = statistics.mean(loss for *_, loss in curve[-LAST:])
     return loss if math.isfinite(loss) else math.inf

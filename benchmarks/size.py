@@ -58,7 +58,7 @@ MOST_PARAMETERS = 8
 FEW_LINES = 70  # of a module that only one other imports: it may belong to that one
 # What a user sets of a run. A signature, class, call or dict with ENOUGH_OPTIONS of them is a list of them.
 OPTIONS = frozenset(
-    {"policy", "codec", "depth", "pipeline", "micro_batch", "samples", "seed", "round_timeout"}
+    {"policy", "codec", "depth", "micro_batch", "samples", "seed", "round_timeout"}
     | {"allow_nonfinite", "run_dir", "resume", "journal"}
 )
 ENOUGH_OPTIONS = 5

@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -217,7 +218,7 @@ def synchronous_steps(problem: Problem, draw: int, batch: int, rate: float, most
 
 
 def trained(
-    scenario: Scenario, policy: str, case: Case, draw: int, iterations: int, *, piped: bool = False
+    scenario: Scenario, policy: str, case: Case, draw: int, iterations: int, *, depth: Any = 1
 ) -> Result:
     """A run to the target of a problem's draw."""
     return simulate(
@@ -230,7 +231,7 @@ def trained(
         local=LocalOptimizer(lr=case.rate) if scenario.local else None,
         target_loss=case.problem.target(draw),
         measure_every=scenario.global_batch,
-        pipeline=piped,
+        depth=depth,
     )
 
 
@@ -264,7 +265,7 @@ def run_way(case: Case, draw: int, way: Ranked) -> Result:
     assert way.run.policy is not None
     scenario = way_scenario(case.cluster, case.profiles, way.run)
     most = MOST * case.steps[draw] // (way.run.local_steps or 1)
-    return trained(scenario, way.run.policy, case, draw, most, piped=bool(way.run.pipeline))
+    return trained(scenario, way.run.policy, case, draw, most, depth=way.run.depth or 1)
 
 
 def at_samples(done: Result, samples: int) -> float:

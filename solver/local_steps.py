@@ -19,7 +19,7 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Cluster, PlanWorker, WorkerGroup
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import AUTO
+from pyps.formats.options import AUTO
 from pyps.solver.costs import Cost
 
 MAX_PARTS = 1_000_000  # of a batch, as WorkerGroup has it

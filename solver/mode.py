@@ -73,11 +73,8 @@ def mode_of(cluster: Cluster, pace: Pace) -> Mode:
             expected = "a policy of rounds with [sync], or bandwidths instead of [sync]"
             raise InputError(CLUSTER_FILE, "run.policy", repr(run.policy), expected)
         if mode.depths[1] > 1:
-            field, found, off = "run.pipeline", "true", "false"
-            if run.depth is not None:
-                field, found, off = "run.depth", str(run.depth), "1"
-            expected = f"{off} with [sync], or bandwidths instead of [sync]"
-            raise InputError(CLUSTER_FILE, field, found, expected)
+            expected = "1 with [sync], or bandwidths instead of [sync]"
+            raise InputError(CLUSTER_FILE, "run.depth", str(run.depth), expected)
     return mode
 
 

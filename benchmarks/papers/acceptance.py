@@ -177,7 +177,7 @@ class HpsVariant:
     title: str
     sized: bool = False
     byte_share: float = 1.0  # of f32's bytes, both ways
-    pipeline: bool = False
+    depth: int = 1
 
     def scenario(self, even: Scenario, size: float) -> Scenario:
         """The cluster with this variant; equal tasks come from a memory that holds an equal share only."""
@@ -192,12 +192,12 @@ HPS_VARIANTS = (
     HpsVariant("plain: equal tasks, f32"),
     HpsVariant("task sizes by speed", sized=True),
     HpsVariant("int8 both ways", byte_share=INT8_SHARE),
-    HpsVariant("pipeline", pipeline=True),
+    HpsVariant("pipeline", depth=2),
     HpsVariant("task sizes, int8", sized=True, byte_share=INT8_SHARE),
-    HpsVariant("task sizes, pipeline", sized=True, pipeline=True),
-    HpsVariant("int8, pipeline", byte_share=INT8_SHARE, pipeline=True),
-    HpsVariant("all three", sized=True, byte_share=INT8_SHARE, pipeline=True),
-    HpsVariant("all three, int4 both ways", sized=True, byte_share=INT4_SHARE, pipeline=True),
+    HpsVariant("task sizes, pipeline", sized=True, depth=2),
+    HpsVariant("int8, pipeline", byte_share=INT8_SHARE, depth=2),
+    HpsVariant("all three", sized=True, byte_share=INT8_SHARE, depth=2),
+    HpsVariant("all three, int4 both ways", sized=True, byte_share=INT4_SHARE, depth=2),
 )
 
 
@@ -212,8 +212,8 @@ def hps(budget: Budget, _: Path) -> Findings:
     for variant in HPS_VARIANTS:
         cells = []
         for size in SIZES:
-            cluster, pipeline = variant.scenario(even, size), variant.pipeline
-            seconds = [_iteration(cluster, seed, iterations, pipeline=pipeline) for seed in budget.seeds]
+            cluster, depth = variant.scenario(even, size), variant.depth
+            seconds = [_iteration(cluster, seed, iterations, depth) for seed in budget.seeds]
             middle = statistics.median(seconds)
             gain = gains[variant.title, size] = plain.setdefault(size, middle) / middle
             spread = f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f}"
@@ -227,8 +227,8 @@ def hps(budget: Budget, _: Path) -> Findings:
     return Findings([legend, record.table(rows)], criteria)
 
 
-def _iteration(cluster: Scenario, seed: int, iterations: int, *, pipeline: bool) -> float:
-    return simulate(cluster, "hps", iterations=iterations, seed=seed, pipeline=pipeline).iteration_seconds
+def _iteration(cluster: Scenario, seed: int, iterations: int, depth: int) -> float:
+    return simulate(cluster, "hps", iterations=iterations, seed=seed, depth=depth).iteration_seconds
 
 
 def result_tables(found: list[TuningResult], *, with_ceiling: bool = False) -> list[str]:

@@ -16,8 +16,8 @@ import msgspec
 from pyps.errors import Infeasible, InputError, one_of
 from pyps.formats import Cluster, Pace
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import AUTO, CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
-from pyps.formats.options import check_limits
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, ROUND, RunTable, check_run_table
+from pyps.formats.options import AUTO, as_depth, check_limits
 from pyps.solver.mode import stated_policy
 
 if TYPE_CHECKING:
@@ -42,15 +42,12 @@ def with_mode(path: Path, read: Cluster, options: Mapping[str, Any]) -> Cluster:
         if not re.fullmatch(r"[1-9]\d{0,8}", local):
             raise InputError("--local-batch", "", repr(local), "a number of samples, or auto")
         given["local_batch"] = int(local)
-    policy, pipeline, depth = (options[key] for key in ("policy", "pipeline", "depth"))
-    if pipeline is not None or depth is not None:  # one overrides the other, too
-        given |= {"pipeline": pipeline, "depth": depth}
-    run: RunTable = msgspec.structs.replace(read.run, **given)
+    policy, depth = options["policy"], as_depth(options["depth"], "--depth")
+    run: RunTable = msgspec.structs.replace(read.run, **given | ({} if depth is None else {"depth": depth}))
     check_run_table("pyps-plan", run)
     if run.policy is not None or run.depths[1] > 1:
         source = f"{path}: run.policy" if policy is None else "--policy"
-        key = "pipeline" if run.depth is None else "depth"
-        pipelined = f"{path}: run.{key}" if pipeline is None and depth is None else f"--{key}"
+        pipelined = f"{path}: run.depth" if depth is None else "--depth"
         run = msgspec.structs.replace(run, policy=str(_checked_policy(run, source, pipelined)))
     return msgspec.structs.replace(read, run=run)
 
@@ -92,5 +89,4 @@ def pace_of(path: Path, cluster: Cluster) -> Pace:
     run = cluster.run
     if run.policy is None and run.depths[1] == 1:
         return ROUND
-    key = "pipeline" if run.depth is None else "depth"
-    return _checked_policy(run, f"{path}: run.policy", f"{path}: run.{key}").pace
+    return _checked_policy(run, f"{path}: run.policy", f"{path}: run.depth").pace

@@ -111,7 +111,7 @@ def _other_modes(plan: Plan) -> list[str]:
     fewer = f", {limit}" if bits < 32 else ""
     return [
         f"transfers  {ms(hps.transfer_seconds or 0.0)} after {ms(hps.compute_seconds or 0.0)} of compute; "
-        f"in a pipeline {ms(hps.pipelined_seconds)}{fewer} (--pipeline --codec plan)"
+        f"in a pipeline {ms(hps.pipelined_seconds)}{fewer} (--depth auto --codec plan)"
     ]
 
 

@@ -19,6 +19,7 @@ from pyps.cli.ranks import rank_list
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import encode, read_plan
+from pyps.formats.options import as_depth
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.metrics import SINKS
 from pyps.report.report import absences
@@ -99,6 +100,7 @@ def _options(given: dict[str, Any], args: list[str] | None, epochs: float | None
         "args": args or (),
         "ranks": None if given["ranks"] is None else rank_list(given["ranks"]),
         "metrics": given["metrics"] or (),
+        "depth": as_depth(given["depth"], "--depth"),
     }
     return RunOptions(**given | more)
 
@@ -136,7 +138,6 @@ def _resumed(
     saved = _saved_options(resume)
     names = {field.name for field in fields(options)} & given | {"run_dir", "resume"}
     names |= {"args"} if script is not None else set()
-    names |= {"pipeline", "depth"} if given & {"pipeline", "depth"} else set()  # one overrides the other, too
     changed = replace(saved, **{name: getattr(options, name) for name in names})
     if "policy" not in given:
         check_policy_named(saved.policy, str(run_dir / SETUP_FILE))

@@ -63,7 +63,7 @@ class SimulateOptions:
     even: options.EvenOption = False
     codec: options.CodecOption | None = None
     micro_batch: options.MicroBatchOption | None = None
-    pipeline: options.PipelineOption | None = None
+    depth: options.DepthOption | None = None
     seed: options.SeedOption = 0
     round_timeout: options.RoundTimeoutOption | None = None
     rebalance: options.RebalanceOption = False
@@ -146,9 +146,9 @@ def simulate_command(
     check_picture("--plot", plot)
     not_twice([("--trace", trace_to), ("--plot", plot)])
     scenario = _scenario(cluster, wanted, plan)
-    pipeline = scenario.pipelined if wanted.pipeline is None else wanted.pipeline
+    depth = options.as_depth(wanted.depth, "--depth") or (options.AUTO if scenario.pipelined else 1)
     timeout = wanted.round_timeout or scenario.round_timeout
-    chosen = _policies(policies or scenario.policy or "all", timeout, pipeline, bool(learn))
+    chosen = _policies(policies or scenario.policy or "all", timeout, depth != 1, bool(learn))
     others = {"--lr": lr, "--target-loss": target_loss, "--measure-every": measure_every}
     _check_learning(learn, scenario, inner_lr, others)
     results = [
@@ -165,7 +165,7 @@ def simulate_command(
             target_loss=target_loss,
             measure_every=measure_every or (0 if iterations or seconds is None else scenario.global_batch),
             timeline=show or plot is not None or trace_to is not None,
-            pipeline=pipeline,
+            depth=depth,
             rebalance=moves,
             codec=_codec(wanted),
         )
@@ -223,10 +223,10 @@ def _progress(policies: Sequence[Policy]) -> Iterable[Policy]:
     return track(policies, "policies", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-def _policies(text: str, round_timeout: float | None, pipeline: bool, learns: bool) -> list[Policy]:
+def _policies(text: str, round_timeout: float | None, overlaps: bool, learns: bool) -> list[Policy]:
     seconds = round_timeout or DEFAULT_POLICY.round_timeout_seconds
     needs = {name: kind().needs for name, kind in Policy.known.items()}
-    able = [name for name, need in needs.items() if need.allows_pipeline or not pipeline]
+    able = [name for name, need in needs.items() if need.allows_pipeline or not overlaps]
     able = [name for name in able if learns or not unmet(needs[name], TIMES_ALONE)]
     names = able if text.strip() == "all" else text.split()
     if not names:

@@ -1,8 +1,5 @@
 """A mode of running: the policy, how gradients and parameters travel, how many steps are under way, and how
 many each worker takes by itself between two pushes.
-
-The [run] table of a cluster file states the mode to plan for, and the `run` object of a plan the one that it
-was made for.
 """
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ from msgspec import Struct
 from pyps.errors import InputError
 from pyps.formats import options
 from pyps.formats.kinds import Batch, Bits, Name, Seconds, Share
-from pyps.formats.options import MAX_DEPTH, CodecName
+from pyps.formats.options import AUTO, MAX_DEPTH, CodecName
 
 # Of a number on the wire.
 CODEC_BITS: Final[dict[CodecName, Bits]] = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "int4": 4, "nf4": 4}
 PLANNED_CODECS: Final[tuple[CodecName, ...]] = ("f32", "bf16", "int8", "int4")  # the planner chooses of these
 FROM_PLAN: Final = "plan"
-AUTO: Final = "auto"
 PaceKind = Literal["round", "clock", "turns", "free"]
 
 
@@ -41,16 +37,11 @@ ROUND: Final = Pace()
 
 
 class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[run]: the mode to plan for, in options of a run.
-
-    codec "plan": the planner chooses, both ways; pull_codec is f32 by default. pipeline: as deep as hides the
-    transfers; depth: exactly so deep.
-    """
+    """[run]: the mode to plan for. codec "plan": of both ways; pull_codec is f32 by default."""
 
     policy: options.PolicyOption | None = None
     codec: options.CodecOption | None = None
     pull_codec: options.PullCodecOption | None = None
-    pipeline: options.PipelineOption | None = None
     depth: options.DepthOption | None = None
     accumulation: options.AccumulationOption | None = None
     local_steps: options.LocalStepsOption | None = None
@@ -66,9 +57,7 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def depths(self) -> tuple[int, int]:
         """The least and the most steps under way that the planner may choose."""
-        if self.depth is not None:
-            return self.depth, self.depth
-        return (1, MAX_DEPTH) if self.pipeline else (1, 1)
+        return (1, MAX_DEPTH) if self.depth == AUTO else (self.depth or 1, self.depth or 1)
 
 
 class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,6 +96,4 @@ def check_run_table(where: str, run: RunTable) -> None:
     if run.average_moments and (run.local_steps is None or run.depths[1] > 1):
         expected = "0 in a pipeline" if run.local_steps else "0 without local_steps"
         raise InputError(where, "run.average_moments", str(run.average_moments), expected)
-    if run.depth is not None and run.pipeline is not None and run.pipeline != (run.depth > 1):
-        expected = "at least 2 with pipeline = true" if run.pipeline else "1 with pipeline = false"
-        raise InputError(where, "run.depth", str(run.depth), expected)
+    options.as_depth(run.depth, f"{where}: run.depth")

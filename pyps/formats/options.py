@@ -13,6 +13,7 @@ the reference page are made of these declarations. `VARIABLES` has what a user m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
@@ -23,6 +24,7 @@ from pyps.errors import InputError
 from pyps.formats import kinds
 from pyps.formats.kinds import Name
 
+AUTO: Final = "auto"
 MAX_DEPTH: Final = 8  # steps of one worker that may be under way at once: its most staging buffers
 MAX_LOCAL_STEPS: Final = 100_000
 MAX_ACCUMULATION: Final = 1_000_000
@@ -61,9 +63,14 @@ PullCodecOption = Annotated[
     CodecName | Literal["plan"],
     option(f"How parameters are encoded: {', '.join(get_args(CodecName))}; plan: the planner's choice."),
 ]
-PipelineOption = Annotated[bool, option("Overlap push and pull with the next steps' compute.")]
 DepthOption = Annotated[
-    int, option("Steps of a worker under way at once; 1: no pipeline.", unit="steps", ge=1, le=MAX_DEPTH)
+    kinds.Batch | Literal["auto"],
+    option(
+        f"Steps of a worker under way at once, so that transfers overlap with compute, up to {MAX_DEPTH}; "
+        "auto: as many as hide the transfers; 1: no pipeline.",
+        unit="steps",
+        text="N|auto",
+    ),
 ]
 RoundTimeoutOption = Annotated[
     float,
@@ -191,10 +198,15 @@ def check_limits(holder: Any, values: Mapping[str, Any], prefix: str = "") -> No
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if not _is_within(value, meta):
+        if (meta.ge is not None and value < meta.ge) or (meta.le is not None and value > meta.le):
             where = prefix + name.replace("_", "-") if prefix else name
             raise InputError(where, "", str(value), f"{meta.ge} to {meta.le}")
 
 
-def _is_within(value: float, meta: Meta) -> bool:
-    return (meta.ge is None or value >= meta.ge) and (meta.le is None or value <= meta.le)
+def as_depth(value: Any, where: str = "depth") -> int | Literal["auto"] | None:
+    """Return a depth that is given as a number or text, if any. Raises InputError, naming `where`."""
+    if value is None or value == AUTO:
+        return value  # type: ignore[no-any-return]
+    if re.fullmatch(r"\d{1,3}", text := str(value)) and 1 <= int(text) <= MAX_DEPTH:
+        return int(text)
+    raise InputError(where, "", text, f"1 to {MAX_DEPTH}, or {AUTO}")

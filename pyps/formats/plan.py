@@ -56,8 +56,8 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     from one to the next. link_seconds are the rank's transfers each iteration over its own and its shared
     links; they are part of predicted_seconds or, in a pipeline, overlap with the rest of it. required: a run
     may not leave the rank out. min_batch, batch_multiple: bounds of its batch, unless it is left out, that a
-    run keeps too. mode: how it runs in the plan's mode; of a plan that names none, what `pyps run --pipeline`
-    and `--codec plan` take: what hides its transfers within the error budget. null: its link is not known.
+    run keeps too. mode: how it runs in the plan's mode; of a plan that names none, what `--depth auto` and
+    `--codec plan` take: what hides its transfers within the error budget. null: its link is not known.
     share: of the sharded state that the rank holds; null: the plan has no [sharding], or several copies.
     bytes: by kind; max_batch and memory then are what its share leaves. length_cost: of its profile.
     """

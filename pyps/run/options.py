@@ -64,9 +64,7 @@ class RunOptions(ModeOptions):
         interval_of(self.checkpoint_every, "checkpoint_every")
         for text in self.metrics:
             check_sink(text)
-        if self.depth is not None and self.pipeline is not None and self.pipeline != (self.depth > 1):
-            expected = "at least 2 with pipeline" if self.pipeline else "1 with no pipeline"
-            raise InputError("depth", "", str(self.depth), expected)
+        options.as_depth(self.depth)
 
 
 def options_to_json(given: RunOptions) -> dict[str, Any]:
@@ -84,6 +82,10 @@ def options_to_json(given: RunOptions) -> dict[str, Any]:
 
 def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
     """The options that `options_to_json` wrote. Raises InputError, naming the file `where`."""
+    values = dict(values)
+    overlaps = values.pop("pipeline", None)  # of earlier versions, unless they say how deep
+    if overlaps is not None and values.get("depth") is None:
+        values["depth"] = options.AUTO if overlaps else 1
     if unknown := values.keys() - {f.name for f in fields(RunOptions)}:
         expected = "options of this version of pyps"
         raise InputError(where, f"options.{min(unknown)}", "an unknown option", expected)
@@ -95,8 +97,6 @@ def options_from_json(where: str, values: dict[str, Any]) -> RunOptions:
                 msgspec.convert(value, str if kind is Path else kind)
             except msgspec.ValidationError as error:
                 raise InputError(where, f"options.{name}", repr(value)[:60], str(error)) from None
-    if values.get("depth") is not None:  # earlier versions began runs with both, and the depth held
-        values = values | {"pipeline": None}
     return RunOptions(**values)
 
 

@@ -14,7 +14,7 @@ from pyps import native
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH
 from pyps.formats.mode import FROM_PLAN
-from pyps.formats.options import MAX_DEPTH
+from pyps.formats.options import AUTO, as_depth
 from pyps.native.decisions import TIMES_ALONE, unmet
 from pyps.native.values import Hyper, Optimizer, Replay
 from pyps.simulate.engine import Engine
@@ -48,7 +48,7 @@ def simulate(
     target_loss: float | None = None,
     seconds: float = math.inf,
     timeline: bool = False,
-    pipeline: bool | int = False,
+    depth: int | Literal["auto"] = 1,
     measure_every: int = 0,
     local: LocalOptimizer | None = None,
     rebalance: bool = False,
@@ -60,8 +60,8 @@ def simulate(
     objective: real gradients; None: only times. lr: learning rate of a global batch, or all of an optimizer's
     constants. optimizer: "sgd", "momentum", "adamw", "adam" or "adagrad". target_loss: stop once the loss is
     that low; needs an objective. seconds: stop after so much virtual time. timeline: record what each worker
-    did and when, for pictures. pipeline: workers overlap transfers with the next steps' compute, with this
-    number of steps under way; True: as the scenario says of each worker, or 2. measure_every: samples between
+    did and when, for pictures. depth: each worker's steps under way, so that transfers overlap with the next
+    steps' compute; "auto": as the scenario says of each worker, or 2. measure_every: samples between
     two measurements of the loss; 0: a global batch, or more so that there are at most about 200. local: the
     workers' own optimizer, in a scenario of local steps; `lr` and `optimizer` are then the store's, for the
     difference that local steps make. rebalance: move samples between workers as `pyps run --rebalance` does;
@@ -79,7 +79,7 @@ def simulate(
     if objective is None and (why := unmet(chosen.needs, TIMES_ALONE)):
         expected = "one that looks at times alone, or an objective (--learn)"
         raise InputError("simulate", "policy", f"{chosen}, which {why}", expected)
-    depths = _depths(scenario, pipeline)
+    depths = _depths(scenario, depth)
     if max(depths) > 1:
         check_pipeline(chosen)
     hyper = lr if isinstance(lr, Hyper) else Hyper(lr)
@@ -106,13 +106,10 @@ def _policy_of(scenario: Scenario, text: str) -> Policy:
     return policy_named(text, scenario.round_timeout or DEFAULT_POLICY.round_timeout_seconds)
 
 
-def _depths(scenario: Scenario, pipeline: bool | int) -> list[int]:
-    """Steps under way, of each worker."""
-    if pipeline is True:
-        return [w.depth or 2 for w in scenario.workers]
-    if not 0 <= pipeline <= MAX_DEPTH:
-        raise InputError("simulate", "pipeline", str(pipeline), f"True, or 1 (no pipeline) to {MAX_DEPTH}")
-    return [int(pipeline) or 1] * len(scenario.workers)
+def _depths(scenario: Scenario, depth: int | Literal["auto"]) -> list[int]:
+    """Return the steps under way of each worker."""
+    asked = as_depth(depth, "simulate: depth")
+    return [(w.depth or 2) if asked == AUTO else asked or 1 for w in scenario.workers]
 
 
 def _choices(scenario: Scenario, policy: Policy, depths: Sequence[int]) -> Mode | None:

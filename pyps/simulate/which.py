@@ -21,6 +21,7 @@ import numpy as np
 from pyps.errors import InputError, PypsError
 from pyps.formats import Cluster, Jitter, Plan, Profile, RunTable, Sharding, SyncCost
 from pyps.formats.mode import ROUND
+from pyps.formats.options import AUTO
 from pyps.profiler.fit import point_seconds
 from pyps.profiler.statistics import spread
 from pyps.simulate.run import simulate
@@ -137,7 +138,7 @@ STORES = (
         RunTable(policy="quorum", codec="plan"),
         0.1,
     ),
-    TrainingWay("hps", "late", PIPED, STORE, RunTable(policy="hps", codec="plan", pipeline=True), 1.0),
+    TrainingWay("hps", "late", PIPED, STORE, RunTable(policy="hps", codec="plan", depth=AUTO), 1.0),
     TrainingWay("asp", "late", LATE, STORE, RunTable(policy="asp", codec="plan"), 1.0),
     TrainingWay("saps", "late", LATE, STORE, RunTable(policy="saps", codec="plan"), 1.0),
     TrainingWay("r2sp", "late", LATE, STORE, RunTable(policy="r2sp", codec="plan"), 1.0),
@@ -240,7 +241,7 @@ def _store(cluster: Cluster, profiles: Sequence[Profile], way: TrainingWay) -> t
     scenario = way_scenario(cluster, profiles, way.run)
     rounds = max(4, ROUNDS // (way.run.local_steps or 1))
     assert way.run.policy is not None
-    done = simulate(scenario, way.run.policy, iterations=rounds, pipeline=bool(way.run.pipeline))
+    done = simulate(scenario, way.run.policy, iterations=rounds, depth=way.run.depth or 1)
     return done.seconds / done.samples, len(scenario.workers)
 
 
@@ -329,7 +330,7 @@ def _ranked(cluster: Cluster, way: TrainingWay, pace: float, workers: int) -> Ra
 
 
 def _why(way: TrainingWay) -> str:
-    if way.run.pipeline:
+    if way.run.depths[1] > 1:
         return "transfers overlap with the next step's compute, and gradients are a step late"
     if way.run.policy == "r2sp":
         return "transfers take turns on the link, and gradients are a global batch late"

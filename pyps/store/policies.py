@@ -454,9 +454,9 @@ def _parsed(name: str, key: str, text: str, default: object) -> object:
         raise InputError(name, key, repr(text), "a number") from None
 
 
-def check_pipeline(policy: Policy, source: str = "pipeline") -> None:
+def check_pipeline(policy: Policy, source: str = "depth") -> None:
     """Raise InputError for a policy that does not allow a pipeline; source: what asks for one."""
     if not policy.needs.allows_pipeline:
         able = ", ".join(name for name, kind in Policy.known.items() if kind().needs.allows_pipeline)
-        found = f"on under {policy.name}, where every step waits for the one before it"
-        raise InputError(source, "", found, f"off, or one of {able}")
+        found = f"a pipeline under {policy.name}, where every step waits for the one before it"
+        raise InputError(source, "", found, f"1, or one of {able}")

@@ -79,14 +79,14 @@ def join(
     run_dir: str | options.RunDirOption | None = None,
     micro_batch: options.MicroBatchOption | None = None,
     codec: Codec | str | options.CodecOption | None = None,
-    pipeline: options.PipelineOption | options.DepthOption | None = None,
+    depth: options.DepthOption | None = None,
     allow_nonfinite: options.AllowNonfiniteOption | None = None,
 ) -> Worker:
     """Make this process a worker of a run. Under `pyps run` no argument is needed; otherwise at least store,
     rank and batches are. Arguments override the environment.
 
     store: the segment's name or address. rank: in the store. batches: the planned batch of each rank.
-    run_dir: folder for step records. pipeline: steps under way at once, or True: as many as planned, or 2.
+    run_dir: folder for step records. depth: steps under way at once; "auto": as many as planned, or 2.
     codec: a name, or "plan": gradients and parameters with the plan's bits. pyps.formats.options says what
     the others are. Raises InputError, naming what is missing or outside its limits.
     """
@@ -95,12 +95,8 @@ def join(
     if store is not None and rank is None:
         raise InputError("join", "rank", "nothing", "a whole number of at least 0, as store is given")
     settings = Settings.from_env() if store is None else Settings(store, rank or 0, DEFAULT_POLICY)
-    depth = None if isinstance(pipeline, bool) else pipeline
-    mode = ModeOptions(
-        policy=policy, codec=codec, pipeline=pipeline if isinstance(pipeline, bool) else None, depth=depth
-    )
     settings = settings.with_arguments(
-        mode,
+        ModeOptions(policy=policy, codec=codec, depth=depth),
         rank=rank,
         batches=batches,
         run_dir=None if run_dir is None else Path(run_dir),

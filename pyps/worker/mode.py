@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pyps.errors import InputError
 from pyps.formats import Plan, PlanWorker, options
 from pyps.formats.mode import FROM_PLAN
-from pyps.formats.options import MAX_DEPTH
+from pyps.formats.options import AUTO, MAX_DEPTH, as_depth
 from pyps.native.values import Codec
 from pyps.solver.constrained import paced_seconds
 from pyps.solver.mode import Mode, choices_while_running
@@ -37,13 +37,12 @@ class RankMode:
 class ModeOptions:
     """The options of a run that its plan answers where they are None.
 
-    codec: of pushes alone, or "plan". pipeline: as deep as planned, or off. depth: instead. round_timeout:
-    for a policy given as text.
+    codec: of pushes alone, or "plan". depth: "auto": as planned, or 2. round_timeout: for a policy given
+    as text.
     """
 
     policy: Policy | options.PolicyOption | None = None
     codec: Codec | str | options.CodecOption | None = None
-    pipeline: options.PipelineOption | None = None
     depth: options.DepthOption | None = None
     round_timeout: options.RoundTimeoutOption | None = None
 
@@ -75,12 +74,11 @@ def launched_mode(
         push, pull = _planned_codecs(plan, worker, where)
     elif wanted.codec is not None and as_codec(wanted.codec) is not push:
         push, pull = as_codec(wanted.codec), Codec.F32
-    if wanted.depth is not None:
-        depth = wanted.depth
-    elif wanted.pipeline is not None:
-        depth = (depth if depth > 1 else _useful_depth(worker)) if wanted.pipeline else 1
-    if not 1 <= depth <= MAX_DEPTH:
-        raise InputError("depth", "", str(depth), f"1 to {MAX_DEPTH}")
+    asked = as_depth(wanted.depth)
+    if asked == AUTO:
+        depth = depth if depth > 1 else _useful_depth(worker)
+    elif asked is not None:
+        depth = asked
     if depth > 1:
         check_pipeline(policy)
     return replace(planned, push=push, pull=pull, depth=depth)
@@ -137,7 +135,7 @@ def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[s
     if plan.run is None:
         counted = any(worker.link_seconds for worker in plan.workers)
         serial = all(mode == RankMode() for mode in modes.values())
-        found = ["codec or pipeline: the plan names none"] if counted and not serial else []
+        found = ["codec or depth: the plan names none"] if counted and not serial else []
         if paced_seconds(plan, policy.pace) is None:
             found.append(f"policy: {policy}, and the plan is of {DEFAULT_POLICY}")
         return found

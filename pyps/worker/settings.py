@@ -178,7 +178,7 @@ class Settings:
         worker = _planned_worker(plan, self.rank) if plan is not None else None
         wanted = replace(wanted, round_timeout=self.policy.round_timeout_seconds)
         policy = launched_policy(wanted, None) if wanted.policy is not None else self.policy
-        if wanted.pipeline is None and wanted.depth is None:
+        if wanted.depth is None:
             wanted = replace(wanted, depth=self.depth)
         mode = launched_mode(wanted, policy, plan, worker)
         if wanted.codec is None:

@@ -122,9 +122,9 @@ def test_an_even_split_that_does_not_fit_is_said(shell: Shell) -> None:
         ),
         (
             "[job]",
-            '[run]\npolicy = "bsp"\npipeline = true\n[job]',
+            '[run]\npolicy = "bsp"\ndepth = "auto"\n[job]',
             2,
-            ["cluster.toml: run.pipeline: found on"],
+            ["cluster.toml: run.depth: found a pipeline"],
         ),
         (
             "[job]",

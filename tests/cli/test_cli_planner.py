@@ -187,8 +187,8 @@ def test_what_if_says_gain_or_loss(shell: Shell) -> None:
 
 @pytest.mark.parametrize("command", ["what-if", "pareto", "measure-next"])
 def test_a_pipeline_under_a_policy_that_allows_none_is_refused_everywhere(shell: Shell, command: str) -> None:
-    done = shell(command, "cluster.toml", text=CLUSTER + "[run]\npipeline = true\n")
-    assert (done.code, "cluster.toml: run.pipeline: found on under bsp" in done.err) == (2, True)
+    done = shell(command, "cluster.toml", text=CLUSTER + '[run]\ndepth = "auto"\n')
+    assert (done.code, "cluster.toml: run.depth: found a pipeline under bsp" in done.err) == (2, True)
 
 
 def test_what_if_with_other_values(shell: Shell) -> None:

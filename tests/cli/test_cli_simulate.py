@@ -152,7 +152,7 @@ def test_two_outputs_are_two_files(cluster: Path) -> None:
 
 
 def test_each_worker_has_as_many_steps_under_way_as_in_the_plan(cluster: Path) -> None:
-    cluster.write_text(CLUSTER + '[run]\npolicy = "asp"\npipeline = true\n')
+    cluster.write_text(CLUSTER + '[run]\npolicy = "asp"\ndepth = "auto"\n')
     fits = {name: read_profile(cluster.with_name(f"{name}.json")) for name in ("fast", "slow")}
     profiles = [msgspec.structs.replace(one, fit=fit_of(one)) for one in fits.values()]
     plan = make_plan(read_cluster(cluster), profiles, Pace("free"))
@@ -183,7 +183,7 @@ def planned_run(cluster: Path, run: str) -> tuple[Path, Plan]:
 
 @pytest.mark.parametrize(
     "run",
-    ["", "pipeline = true\ndepth = 2\n", 'codec = "int8"\npull_codec = "bf16"\n'],
+    ["", "depth = 2\n", 'codec = "int8"\npull_codec = "bf16"\n'],
     ids=["serial", "deep", "bits"],
 )
 def test_a_plan_is_simulated_in_its_own_mode(cluster: Path, run: str) -> None:
@@ -329,7 +329,7 @@ def test_a_host_that_prepares_samples_may_have_the_name_of_a_link(cluster: Path)
 
 
 def test_a_pipeline_leaves_out_policies_that_refuse_it(cluster: Path) -> None:
-    done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--pipeline", "--json"])
+    done = CliRunner().invoke(app, [str(cluster), "--iterations", "5", "--depth", "auto", "--json"])
     named = [r["policy"] for r in json.loads(done.stdout)]
     assert named == [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]
 

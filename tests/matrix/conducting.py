@@ -96,7 +96,7 @@ def _simulate(
         objective=objective,
         lr=hyper,
         optimizer=optimizer,
-        pipeline=cell.depth,
+        depth=cell.depth,
         local=local_step(cell),
         timeline=True,
         seconds=seconds,

@@ -297,7 +297,7 @@ class Worker:
         micro = BATCHES[seat.rank] // cell.accumulation if cell.accumulation > 1 else None
         self.worker = pyps.join(
             seat.address, seat.rank, batches=list(BATCHES), policy=seat.policy, samples=SAMPLES, seed=SEED,
-            run_dir=seat.folder, micro_batch=micro, codec=cell.codec, pipeline=cell.depth,
+            run_dir=seat.folder, micro_batch=micro, codec=cell.codec, depth=cell.depth,
         )  # fmt: skip
         self.worker.settings = replace(self.worker.settings, journal=seat.journal)
         if cell.modes:

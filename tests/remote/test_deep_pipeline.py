@@ -31,7 +31,7 @@ def train(
 ) -> list[StepRecord]:
     model = make_model()
     options = {"batches": [10], "samples": samples, "seed": 5, "run_dir": folder, "codec": codec}
-    with join(address, 0, policy=policy, pipeline=depth, **options) as worker:  # type: ignore[arg-type]
+    with join(address, 0, policy=policy, depth=depth, **options) as worker:  # type: ignore[arg-type]
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for x, y in worker.batches((X, Y)):
             until = time.monotonic() + COMPUTE

@@ -30,8 +30,8 @@ IN_TURN: dict[str, Policy] = {  # none waits for the other, nor weighs by times,
     "saps": SaPS(threshold="fixed", bound=1, late="weigh"),  # measured times are new each time
     "softsync": Softsync(n=2),
 }
-CASES = [(name, False) for name in Policy.known] + [
-    (name, True) for name, kind in Policy.known.items() if kind().needs.allows_pipeline
+CASES = [(name, 1) for name in Policy.known] + [
+    (name, 2) for name, kind in Policy.known.items() if kind().needs.allows_pipeline
 ]
 
 
@@ -41,7 +41,7 @@ def idle(worker: Worker) -> bool:
 
 
 def train_in_turn(
-    store: str, policy: Policy, pipeline: bool, folder: Path
+    store: str, policy: Policy, depth: int, folder: Path
 ) -> tuple[list[tuple[Any, ...]], bytes]:
     """Each gradient's worker, step, staleness and whether it was dropped; and the parameters at the end.
 
@@ -49,7 +49,7 @@ def train_in_turn(
     """
     count = 1 if policy.name in ROUNDS else 2
     options: dict[str, Any] = {"batches": [5] * count, "seed": 5, "policy": policy, "run_dir": folder}
-    workers = [join(store, rank, pipeline=pipeline, **options) for rank in range(count)]
+    workers = [join(store, rank, depth=depth, **options) for rank in range(count)]
     models = [make_model() for _ in workers]
     for worker, model in zip(workers, models, strict=True):
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.02))
@@ -66,18 +66,16 @@ def train_in_turn(
     return sorted((r.rank, r.step, r.staleness, r.rejected) for r in read_run(folder)), parameters
 
 
-@pytest.mark.parametrize(("name", "pipeline"), CASES)
-def test_staleness_over_the_link_is_the_local_one(
-    shm: Path, tmp_path: Path, name: str, pipeline: bool
-) -> None:
+@pytest.mark.parametrize(("name", "depth"), CASES)
+def test_staleness_over_the_link_is_the_local_one(shm: Path, tmp_path: Path, name: str, depth: int) -> None:
     policy = IN_TURN.get(name) or Policy.known[name]()
-    local, parameters = train_in_turn("near", policy, pipeline, tmp_path / "local")
+    local, parameters = train_in_turn("near", policy, depth, tmp_path / "local")
     with Server("far") as server:
-        remote, remote_parameters = train_in_turn(server.address, policy, pipeline, tmp_path / "remote")
+        remote, remote_parameters = train_in_turn(server.address, policy, depth, tmp_path / "remote")
     assert remote == local
     assert remote_parameters == parameters, "whatever the policy does with what a gradient was computed on"
     assert len(local) == STEPS * (1 if name in ROUNDS else 2)
-    if pipeline:
+    if depth > 1:
         assert max(found for _, _, found, _ in local) >= 1, "computed on parameters one more step old"
 
 

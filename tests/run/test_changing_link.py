@@ -41,7 +41,7 @@ global_batch = 16
 
 [run]
 policy = "hps"
-pipeline = true
+depth = "auto"
 codec = "plan"
 
 [[worker]]
@@ -83,13 +83,13 @@ def test_bits_fall_and_rise_as_simulated(shm: Path, tmp_path: Path) -> None:
     write_json(plan, make_plan(read_cluster(cluster), fitted, policy_named("hps").pace))
     scenario = scenario_of(cluster, plan_path=plan)
     changes = simulate(
-        scenario, "hps", iterations=250, pipeline=True, rebalance=True, codec="plan"
+        scenario, "hps", iterations=250, depth="auto", rebalance=True, codec="plan"
     ).mode_changes
     assert {one.rank for one in changes} == {1}
     least = min(widths(one.change.after) for one in changes)
     assert least <= 32
     options = RunOptions(
-        samples=250 * 16, policy="hps", pipeline=True, codec="plan", rebalance=True, throttle_from=cluster,
+        samples=250 * 16, policy="hps", depth="auto", codec="plan", rebalance=True, throttle_from=cluster,
         run_dir=tmp_path / "out", seed=1,
     )  # fmt: skip
     train = tmp_path / "train.py"

@@ -99,7 +99,7 @@ def test_over_a_link_in_four_bits_and_a_pipeline(shm: Path, tmp_path: Path) -> N
     out = tmp_path / "run"
     with Server("model") as server:
         options = RunOptions(
-            samples=SAMPLES, connect=server.address, codec="int4", pipeline=True, run_dir=out, args=["0"]
+            samples=SAMPLES, connect=server.address, codec="int4", depth="auto", run_dir=out, args=["0"]
         )
         report = run(tmp_path / "plan.json", tmp_path / "train.py", options)
     assert report.samples.trained == SAMPLES

@@ -118,7 +118,7 @@ def test_a_worker_takes_the_plan_s_mode_and_its_arguments_win(
         Codec.BF16,
         2,
     )
-    other = pyps.join(policy="asp", codec="f32", pipeline=False).settings
+    other = pyps.join(policy="asp", codec="f32", depth=1).settings
     assert (str(other.policy), other.encoding.codec, other.pull_codec, other.depth) == (
         "asp",
         Codec.F32,
@@ -135,10 +135,9 @@ def test_a_worker_takes_the_plan_s_mode_and_its_arguments_win(
             {"codec": "f32"},
             ["push: f32 instead of int4", "push: f32 instead of int8", "pull: f32 instead of bf16"],
         ),
-        ({"pipeline": False}, ["depth: 1 instead of 2"]),
-        ({"pipeline": True}, ["depth: 2 instead of 1"]),
-        ({"codec": "plan", "policy": "hps"}, []),
         ({"depth": 1}, ["depth: 1 instead of 2"]),
+        ({"depth": "auto"}, ["depth: 2 instead of 1"]),
+        ({"codec": "plan", "policy": "hps"}, []),
     ],
 )
 def test_what_an_option_says_otherwise(plan: Path, options: dict[str, Any], found: list[str]) -> None:
@@ -150,9 +149,9 @@ def test_what_an_option_says_otherwise(plan: Path, options: dict[str, Any], foun
 
 
 def test_a_policy_that_cannot_overlap_is_refused(plan: Path) -> None:
-    with pytest.raises(InputError, match="pipeline: found on under bsp"):
+    with pytest.raises(InputError, match="depth: found a pipeline under bsp"):
         spec_of(plan, policy="bsp")
-    assert spec_of(plan, policy="bsp", pipeline=False).modes[0].depth == 1
+    assert spec_of(plan, policy="bsp", depth=1).modes[0].depth == 1
     with pytest.raises(InputError, match="depth: found 9"):
         spec_of(plan, depth=9)
 
@@ -178,7 +177,7 @@ def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
     workers = [replace(w, mode=None, predicted_seconds=0.1 * max(1, w.rank)) for w in made.workers]
     bare = replace(made, run=None, workers=workers, iteration_seconds=0.2)
     write_json(plan, bare)
-    spec = spec_of(plan, policy="asp", codec="int8", pipeline=True)
+    spec = spec_of(plan, policy="asp", codec="int8", depth="auto")
     assert (str(spec.policy), spec.modes) == ("asp", (RankMode(Codec.INT8, Codec.F32, 2),) * 2)
     assert spec.departures == ()  # it counts no transfers
     assert spec.setup.predicted_iteration_seconds == pytest.approx(8 / (5 / 0.1 + 3 / 0.2))  # no step waits
@@ -186,7 +185,7 @@ def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
     write_json(plan, msgspec.structs.replace(bare, workers=workers))
     assert spec_of(plan, policy="ssp").departures == ()
     assert spec_of(plan, policy="asp").departures == ("policy: asp, and the plan is of bsp",)
-    assert spec_of(plan, policy="ssp", pipeline=True).setup.predicted_iteration_seconds is None
+    assert spec_of(plan, policy="ssp", depth="auto").setup.predicted_iteration_seconds is None
     with pytest.raises(InputError, match=r"workers\[0\]\.mode: found nothing"):
         spec_of(plan, codec="plan")
 

@@ -77,7 +77,7 @@ def all_train(out: Path, ranks: int = len(BATCHES)) -> bool:
 @pytest.mark.thorough  # tests/run/test_resume.py stops one as well
 @pytest.mark.parametrize(
     ("options", "loaders"),
-    [("--policy bsp", 0), ("--policy asp --pipeline --depth 3", 0), ("--policy hps", 0), ("--policy asp", 1)],
+    [("--policy bsp", 0), ("--policy asp --depth 3", 0), ("--policy hps", 0), ("--policy asp", 1)],
     ids=["bsp", "asp in a pipeline", "hps", "loader processes"],
 )
 def test_a_run_that_is_stopped_keeps_all_that_was_computed(

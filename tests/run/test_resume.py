@@ -185,7 +185,7 @@ def test_options_are_read_back_as_they_were_written(plan: Path, tmp_path: Path) 
 def test_a_resumed_run_may_leave_its_pipeline(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--no-pipeline in place of the depth that it began with; both at once contradict each other."""
+    """Another depth in place of the one that it began with; run.json of earlier versions says `pipeline`."""
     begun = RunOptions(samples=8, run_dir=tmp_path / "out", policy="hps", depth=3)
     write_setup(prepare(plan, script(tmp_path), begun))
     asked: list[RunOptions] = []
@@ -195,15 +195,14 @@ def test_a_resumed_run_may_leave_its_pipeline(
         raise TrainingFailed("not now")
 
     monkeypatch.setattr("pyps.cli.run.run", record)
-    for more in (["--no-pipeline"], ["--depth", "2"], []):
+    for more in (["--depth", "1"], ["--depth", "2"], []):
         CliRunner().invoke(run_app, ["--resume", str(tmp_path / "out"), *more])
-    assert [(one.pipeline, one.depth) for one in asked] == [(False, None), (None, 2), (None, 3)]
-    with pytest.raises(InputError, match="depth: found 3; expected 1 with no pipeline"):
-        RunOptions(samples=8, pipeline=False, depth=3).check()
-    earlier = options_to_json(begun) | {"pipeline": False}  # versions before that check: the depth held
-    went_on = options_from_json("run.json", earlier)
-    went_on.check()
-    assert (went_on.pipeline, went_on.depth) == (None, 3)
+    assert [one.depth for one in asked] == [1, 2, 3]
+    with pytest.raises(InputError, match="depth: found 9; expected 1 to 8, or auto"):
+        RunOptions(samples=8, depth=9).check()
+    for pipeline, depth, found in ((False, 3, 3), (False, None, 1), (True, None, "auto"), (None, None, None)):
+        earlier = options_to_json(begun) | {"pipeline": pipeline, "depth": depth}
+        assert options_from_json("run.json", earlier).depth == found
 
 
 def test_a_run_that_goes_on_may_have_equal_batches(plan: Path, tmp_path: Path) -> None:

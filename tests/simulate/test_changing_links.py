@@ -28,7 +28,7 @@ def scenario(*slow: LinkSlowdown, compute: float = 0.12) -> Scenario:
 
 def run(of: Scenario, policy: str = "hps", iterations: int = 250, *, follows: bool = True) -> Result:
     codec = "plan" if follows else None
-    return simulate(of, policy, iterations=iterations, pipeline=2, rebalance=follows, codec=codec)  # type: ignore[arg-type]
+    return simulate(of, policy, iterations=iterations, depth=2, rebalance=follows, codec=codec)  # type: ignore[arg-type]
 
 
 def test_a_message_on_its_way_goes_on_at_the_new_pace() -> None:

@@ -63,7 +63,7 @@ def test_every_sample_counts_once(policy: str, depth: int) -> None:
     )
     faults = tuple(churn_faults(Churn(every=30.0, away=8.0, until=60.0, gone=0.1), len(workers)))
     scenario = Scenario(workers, up_bytes=1e5, down_bytes=1e5, faults=faults, noticed=0.3)
-    result = simulate(scenario, policy, iterations=30, pipeline=depth)
+    result = simulate(scenario, policy, iterations=30, depth=depth)
     assert result.samples == 30 * scenario.global_batch
     assert result.repeated == 0
     assert 0.1 < result.useful_share < 1.0
@@ -92,7 +92,7 @@ def test_micro_batches_at_once_change_no_time(policy: str, depth: int, sigma: fl
     faults = () if sigma else tuple(churn_faults(Churn(every=30.0, away=8.0, until=60.0), len(workers)))
     scenario = Scenario(workers, up_bytes=1e6, down_bytes=1e6, faults=faults, local=True)
     each, once = (
-        simulate(scenario, policy, iterations=20, pipeline=depth, timeline=timeline)
+        simulate(scenario, policy, iterations=20, depth=depth, timeline=timeline)
         for timeline in (True, False)
     )
     assert (once.seconds, once.samples, once.staleness) == (each.seconds, each.samples, each.staleness)

@@ -75,7 +75,7 @@ def test_a_pipeline_of_rounds_does_not_matter_where_gradients_are_alike(kind: st
     far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.5 * depth - 0.7) for k in range(4)))
     options = {"objective": Quadratic(), "lr": SGD_KINDS[kind], "iterations": 40}
     serial, piped = (
-        simulate(far, "hps", optimizer="momentum", pipeline=steps, **options)  # type: ignore[arg-type]
+        simulate(far, "hps", optimizer="momentum", depth=steps, **options)  # type: ignore[arg-type]
         for steps in (1, depth)
     )
     assert max(piped.staleness) == depth - 1
@@ -98,7 +98,7 @@ def test_own_noise_is_kept_small_in_a_pipeline_of_many() -> None:
     far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.3) for k in range(16)))
     options = {"lr": Hyper(lr=0.3), "iterations": 300, "optimizer": "sgd", "objective": Sharp()}
     serial, piped = (
-        simulate(far, "hps", pipeline=depth, **options)  # type: ignore[arg-type]
+        simulate(far, "hps", depth=depth, **options)  # type: ignore[arg-type]
         for depth in (1, 2)
     )
     ends = [np.mean([loss for *_, loss in found.curve[-200:]]) for found in (piped, serial)]
@@ -127,7 +127,7 @@ def test_adam_goes_on_along_its_mean_in_a_pipeline(depth: int) -> None:
     far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.5 * depth - 0.7) for k in range(4)))
     options = {"objective": Quadratic(), "lr": Hyper(lr=0.05), "iterations": 60, "optimizer": "adamw"}
     ends = [
-        simulate(far, policy, pipeline=depth, **options).loss  # type: ignore[arg-type]
+        simulate(far, policy, depth=depth, **options).loss  # type: ignore[arg-type]
         for policy in ("hps", "hps:lookahead=false")
     ]
     assert ends[0] < 0.5 * ends[1]
@@ -138,7 +138,7 @@ def test_adam_is_as_without_a_pipeline_where_gradients_differ_from_its_mean() ->
     far = Scenario(tuple(SimWorker(f"w{k}", 4, lambda _: 1.0, latency=0.8) for k in range(4)))
     options = {"objective": Quadratic(), "lr": Hyper(lr=0.4), "iterations": 60, "optimizer": "adamw"}
     serial, piped = (
-        simulate(far, "hps", pipeline=depth, **options).loss  # type: ignore[arg-type]
+        simulate(far, "hps", depth=depth, **options).loss  # type: ignore[arg-type]
         for depth in (1, 3)
     )
     assert piped < 1.2 * serial

@@ -95,7 +95,7 @@ def test_in_a_pipeline_one_worker_takes_the_steps_of_one_without(policy: str, de
     inner = LocalOptimizer("adamw", Hyper(0.01))
     options = {"iterations": 6, "objective": Logistic(), "lr": 1.0, "local": inner}
     plain = simulate(one, policy, **options)
-    piped = simulate(slow, policy, pipeline=depth, **options)
+    piped = simulate(slow, policy, depth=depth, **options)
     assert piped.loss == pytest.approx(plain.loss, rel=1e-12)
     assert piped.seconds < simulate(slow, policy, **options).seconds
 
@@ -109,7 +109,7 @@ def test_an_overlapped_round_by_hand() -> None:
     near, far = replace(near, up_share=0.0, down_share=0.0), replace(far, up_share=1.0, down_share=0.0)
     chosen = Scenario((near, far), up_bytes=1.0, down_bytes=1.0, server_bandwidth=2.0, local=True)
     inner = LocalOptimizer(lr=0.2)
-    found = simulate(chosen, "hps", iterations=3, objective=objective, lr=1.0, local=inner, pipeline=True)
+    found = simulate(chosen, "hps", iterations=3, objective=objective, lr=1.0, local=inner, depth="auto")
 
     def step(w: Vector, first: int) -> Vector:
         return w - 0.2 * objective.gradient(w, first, SIZE)[0]

@@ -49,7 +49,7 @@ def several(jitter: float = 0.1) -> Scenario:
 @pytest.mark.parametrize("one_way", [0.0, 0.02, 0.05, 0.09])
 @pytest.mark.parametrize("policy", ["asp", "ssp:bound=0", "hps", "r2sp:slack=0"])
 def test_the_period_is_the_longer_of_compute_and_transfer(policy: str, one_way: float) -> None:
-    piped = simulate(alone(one_way), policy, iterations=50, pipeline=True)
+    piped = simulate(alone(one_way), policy, iterations=50, depth="auto")
     serial = simulate(alone(one_way), policy, iterations=50)
     assert serial.iteration_seconds == pytest.approx(COMPUTE + 2 * one_way, rel=0.02)
     assert piped.iteration_seconds == pytest.approx(max(COMPUTE, 2 * one_way), rel=0.05)
@@ -62,24 +62,24 @@ def test_the_period_is_the_longer_of_compute_and_transfer(policy: str, one_way: 
 @pytest.mark.parametrize("policy", ["asp", "hps"])
 def test_a_deep_pipeline_hides_latency_as_the_planner_says(policy: str, depth: int, latency: float) -> None:
     one_way = 0.02
-    found = simulate(alone(one_way, latency), policy, iterations=200, pipeline=depth)
+    found = simulate(alone(one_way, latency), policy, iterations=200, depth=depth)
     link = LinkCost(latency, one_way)
     assert found.iteration_seconds == pytest.approx(max(COMPUTE, link.seconds() / (depth - 1)), rel=0.05)
     assert max(found.staleness) <= depth - 1
     best = design_pipeline(COMPUTE, link)
-    deep = simulate(alone(one_way, latency), policy, iterations=200, pipeline=best.depth)
+    deep = simulate(alone(one_way, latency), policy, iterations=200, depth=best.depth)
     assert deep.iteration_seconds == pytest.approx(best.period_seconds, rel=0.06)
 
 
 def test_transfers_under_way_share_the_link_and_not_its_latency() -> None:
-    found = simulate(alone(0.2, 0.5), "asp", iterations=400, pipeline=8)
+    found = simulate(alone(0.2, 0.5), "asp", iterations=400, depth=8)
     assert found.iteration_seconds == pytest.approx(0.2, rel=0.05), "the bandwidth one way"
     assert found.peak_transfers == 1, "one after the other on the wire"
 
 
 def test_it_is_sgd_with_a_delay_of_one_bitwise() -> None:
     steps, problem = 40, Logistic(samples=100)
-    result = simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR, pipeline=True)
+    result = simulate(alone(0.03), "asp", iterations=steps, objective=problem, lr=LR, depth="auto")
     plain = Model(problem, Optimizer.SGD, Hyper(LR))
     before = plain.w
     for k in range(steps):
@@ -97,9 +97,9 @@ def accounts(result: Result) -> None:
 
 @pytest.mark.parametrize("policy", OVERLAPPING)
 def test_every_policy_that_overlaps_assigns_each_sample_once(policy: str) -> None:
-    piped = simulate(several(), policy, iterations=30, seed=1, pipeline=True)
+    piped = simulate(several(), policy, iterations=30, seed=1, depth="auto")
     accounts(piped)
-    assert repr(piped) == repr(simulate(several(), policy, iterations=30, seed=1, pipeline=True))
+    assert repr(piped) == repr(simulate(several(), policy, iterations=30, seed=1, depth="auto"))
     serial = simulate(several(), policy, iterations=30, seed=1)
     if policy != FIXED:  # it drops more gradients, as more are late
         assert piped.seconds < serial.seconds * (1.02 if policy == "r2sp" else 1.0)
@@ -107,7 +107,7 @@ def test_every_policy_that_overlaps_assigns_each_sample_once(policy: str) -> Non
 
 
 def test_rounds_are_computed_on_one_version_older() -> None:
-    piped = simulate(several(), "hps", iterations=30, seed=1, pipeline=True)
+    piped = simulate(several(), "hps", iterations=30, seed=1, depth="auto")
     serial = simulate(several(), "hps", iterations=30, seed=1)
     assert set(serial.staleness) == {0}
     assert set(piped.staleness) <= {0, 1}
@@ -115,7 +115,7 @@ def test_rounds_are_computed_on_one_version_older() -> None:
 
 
 def test_saps_keeps_its_bound() -> None:
-    result = simulate(several(0.5), "saps:threshold=fixed,bound=6", iterations=30, seed=2, pipeline=True)
+    result = simulate(several(0.5), "saps:threshold=fixed,bound=6", iterations=30, seed=2, depth="auto")
     accounts(result)
     assert max(result.staleness) <= 6
 
@@ -131,7 +131,7 @@ def test_deaths_stops_and_leaves_lose_nothing(policy: str, depth: int) -> None:
     )
     scenario = replace(several(), faults=faults)
     rules = replace(Policy.known["asp"](), round_timeout_seconds=0.5) if policy == "asp" else policy
-    accounts(simulate(scenario, rules, iterations=30, seed=3, pipeline=depth))
+    accounts(simulate(scenario, rules, iterations=30, seed=3, depth=depth))
 
 
 @pytest.mark.parametrize("policy", ["asp", "hps"])
@@ -139,12 +139,12 @@ def test_a_worker_may_be_fenced_while_its_parameters_travel(policy: str) -> None
     rules = replace(Policy.known[policy](), round_timeout_seconds=0.3)
     for hundredth in range(20):
         faults = (Fault(2, 0.4 + hundredth / 100, "stop", 2.0),)
-        accounts(simulate(replace(several(), faults=faults), rules, iterations=30, seed=3, pipeline=3))
+        accounts(simulate(replace(several(), faults=faults), rules, iterations=30, seed=3, depth=3))
 
 
 def test_an_objective_gives_the_same_result_each_time() -> None:
     first, again = (
-        simulate(several(), "ssp", iterations=10, seed=4, objective=Logistic(), pipeline=True)
+        simulate(several(), "ssp", iterations=10, seed=4, objective=Logistic(), depth="auto")
         for _ in range(2)
     )
     assert repr(first) == repr(again)
@@ -153,12 +153,12 @@ def test_an_objective_gives_the_same_result_each_time() -> None:
 
 @pytest.mark.parametrize("policy", ["bsp", "backup"])
 def test_policies_that_cannot_overlap_refuse_it(policy: str) -> None:
-    with pytest.raises(InputError, match=f"on under {policy}"):
-        simulate(several(), policy, pipeline=True)
+    with pytest.raises(InputError, match=f"a pipeline under {policy}"):
+        simulate(several(), policy, depth="auto")
 
 
 def test_transfers_have_a_separate_track_and_cost_no_idle_time() -> None:
-    result = simulate(alone(0.04), "asp", iterations=20, pipeline=True, timeline=True)
+    result = simulate(alone(0.04), "asp", iterations=20, depth="auto", timeline=True)
     own = [s for s in result.timeline if s[0] == 0]
     transfers = [s for s in result.timeline if s[0] == 1]
     assert sum(s[1] == "push" for s in transfers) == 20

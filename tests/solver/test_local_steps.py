@@ -43,14 +43,14 @@ def test_all_arrive_together() -> None:
     assert {round(w.predicted_seconds, 9) for w in plan.workers} == {0.64}
 
 
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_workers_that_do_not_wait_also_arrive_together(pipeline: bool) -> None:
+@pytest.mark.parametrize("depth", [1, "auto"])
+def test_workers_that_do_not_wait_also_arrive_together(depth: Any) -> None:
     """All samples of a round are planned, and the numbers of steps are those of rounds."""
     groups = [
         WorkerGroup(name=f"w{speed}", profile="p", shares=["link"] if speed in (2, 3) else [])
         for speed in SPEEDS
     ]
-    run = RunTable(policy="asp", local_steps=10, codec="int8", pipeline=pipeline)
+    run = RunTable(policy="asp", local_steps=10, codec="int8", depth=depth)
     cluster = Cluster(
         job=Job(global_batch=16), worker=groups, run=run, shared=[Shared(name="link", bandwidth=5e6)]
     )
@@ -65,7 +65,7 @@ def test_only_workers_behind_a_link_overlap() -> None:
     """The others, without a link, transfer nothing: they wait for the round, on its newest parameters."""
     shares = [["link"] if speed in (2, 3) else [] for speed in SPEEDS]
     groups = [WorkerGroup(name=f"w{k}", profile="p", shares=names) for k, names in enumerate(shares)]
-    run = RunTable(policy="hps", local_steps=10, codec="int4", pull_codec="int8", pipeline=True)
+    run = RunTable(policy="hps", local_steps=10, codec="int4", pull_codec="int8", depth="auto")
     cluster = Cluster(
         job=Job(global_batch=20), worker=groups, run=run, shared=[Shared(name="link", bandwidth=5e6)]
     )
@@ -80,7 +80,7 @@ def test_only_workers_behind_a_link_overlap() -> None:
 def test_without_any_link_a_pipeline_is_shallow(steps: int | None, depth: int) -> None:
     """Local steps of a round wait for it: there is no transfer to hide, and late ones learn less."""
     groups = [WorkerGroup(name=f"w{k}", profile="p") for k in range(3)]
-    run = RunTable(policy="hps", local_steps=steps, pipeline=True)
+    run = RunTable(policy="hps", local_steps=steps, depth="auto")
     cluster = Cluster(job=Job(global_batch=12), worker=groups, run=run)
     plan = make_plan(cluster, [profile(0.01, 0.0)] * 3, Pace("round"))
     assert plan.run is not None
@@ -198,7 +198,7 @@ def test_another_split_keeps_the_local_batch(split: list[int]) -> None:
         ({"local_batch": 4}, r"run\.local_batch: found 4; expected nothing without local_steps"),
         ({"local_batch": "some", "local_steps": 2}, "local_batch"),
         ({"average_moments": 1}, r"run\.average_moments: found 1; expected 0 without local_steps"),
-        ({"average_moments": 2, "local_steps": 3, "pipeline": True}, "found 2; expected 0 in a pipeline"),
+        ({"average_moments": 2, "local_steps": 3, "depth": "auto"}, "found 2; expected 0 in a pipeline"),
     ],
 )
 def test_contradictions_are_refused(table: dict[str, int], message: str) -> None:

@@ -55,7 +55,7 @@ def planned(cluster: Cluster, profiles: list[Profile], pace: Pace) -> Plan:
 
 NEAR_AND_FAR = [profile(0.000625, 0.0009), profile(0.00015, 0.0009)]
 LINKS = [{"bandwidth": 1e10}, {"bandwidth": 2e7}]
-PIPELINED = {"policy": "hps", "pipeline": True, "codec": "plan"}
+PIPELINED = {"policy": "hps", "depth": "auto", "codec": "plan"}
 
 
 def test_a_device_behind_20_megabytes_a_second_is_worth_having() -> None:
@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, list[Profile], Pace]:
         "policy": "hps",
         "codec": draw(codecs),
         "pull_codec": draw(codecs),
-        "pipeline": draw(st.booleans()),
+        "depth": draw(st.sampled_from([None, "auto"])),
     }
     most = sum(p.max_batch or 9 for p in profiles)
     return cluster_of(draw(st.integers(1, min(9, most))), links, run=run), profiles, pace
@@ -292,7 +292,7 @@ def test_a_shared_link_carries_pushes_and_pulls_at_once() -> None:
     ("run", "pace", "words"),
     [
         ({"policy": "r2sp"}, Pace("turns"), "run.policy"),
-        ({"pipeline": True}, Pace(), "run.pipeline"),
+        ({"depth": "auto"}, Pace(), "run.depth"),
         ({"depth": 3}, Pace(), "run.depth: found 3"),
     ],
 )
@@ -316,8 +316,8 @@ def test_the_even_split_is_valued_in_the_mode() -> None:
 def test_a_depth_that_no_worker_has_is_refused() -> None:
     from pyps.formats import check_cluster
 
-    with pytest.raises(msgspec.ValidationError, match=r"run\.depth"):
-        cluster_of(8, [{}], run={"depth": MAX_DEPTH + 1})
-    for run in ({"depth": 1, "pipeline": True}, {"depth": 2, "pipeline": False}):
-        with pytest.raises(InputError, match=r"run\.depth"):
-            check_cluster("c.toml", cluster_of(8, [{}], run=run))
+    for depth in (0, True, "deep", 1.5):
+        with pytest.raises(msgspec.ValidationError, match=r"run\.depth"):
+            cluster_of(8, [{}], run={"depth": depth})
+    with pytest.raises(InputError, match=r"c\.toml: run\.depth: found 9; expected 1 to 8, or auto"):
+        check_cluster("c.toml", cluster_of(8, [{}], run={"depth": MAX_DEPTH + 1}))

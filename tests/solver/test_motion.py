@@ -92,7 +92,9 @@ def test_a_plan_is_as_fast_as_its_run(
     path.write_text(text)
     plan = make_plan(read_cluster(path), DEVICES, policy_named(policy).pace)
     half, whole = (
-        simulate(scenario_of(path), policy, iterations=count, pipeline=depth > 1).iteration_seconds
+        simulate(
+            scenario_of(path), policy, iterations=count, depth="auto" if depth > 1 else 1
+        ).iteration_seconds
         for count in (75, 150)
     )
     # A split is chosen for its followed time, so where that is off by chance, it is rather too short.
@@ -106,7 +108,7 @@ def test_a_pipeline_on_a_shared_link_is_deep_enough() -> None:
         "job": {"global_batch": 90},
         "worker": [{"name": f"w{k}", "profile": "p", **SHARED} for k in range(3)],
         "shared": [{"name": "rack", "bandwidth": MOVED / 0.012}],
-        "run": {"policy": "hps", "pipeline": True},
+        "run": {"policy": "hps", "depth": "auto"},
     }
     pace = policy_named("hps").pace
     chosen = make_plan(msgspec.convert(tables, Cluster), DEVICES, pace)

@@ -77,7 +77,7 @@ def test_every_policy_has_the_bits_of_a_torch_worker(shm: Path, policy: str) -> 
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "nf4"])
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 4}, {"policy": "asp", "pipeline": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 4}, {"policy": "asp", "depth": 2}], ids=str)
 def test_every_codec_has_the_bits_of_a_torch_worker(shm: Path, codec: str, options: dict[str, Any]) -> None:
     arrays, module = both(codec=codec, **options)
     if "pipeline" not in options:  # whose parameters' age depends on the clock

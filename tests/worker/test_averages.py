@@ -237,7 +237,7 @@ def test_under_every_policy_workers_end_with_the_same_statistics(policy: str) ->
     assert ((one["2.running_var"] - expected).abs() < (1.0 - expected).abs()).all()  # 1: where it began
 
 
-@pytest.mark.parametrize("options", [{"codec": "int8"}, {"codec": "int4", "pipeline": True}])
+@pytest.mark.parametrize("options", [{"codec": "int8"}, {"codec": "int4", "depth": "auto"}])
 def test_codecs_and_pipelines_leave_statistics_whole(options: dict[str, Any]) -> None:
     """A running variance in a million next to one of a millionth: no block of codes holds both."""
     model, alone = normed(None), normed(None)

@@ -49,7 +49,7 @@ def actions(monkeypatch: pytest.MonkeyPatch) -> list[Action]:
 def run_alone(policy: str, depth: int, local: int, journal: Path) -> None:
     model, batch = make_model(), BATCH // max(1, local)
     made = join(
-        "run", 0, batches=[batch], samples=CLAIMS * BATCH, seed=5, policy=policy, pipeline=depth,
+        "run", 0, batches=[batch], samples=CLAIMS * BATCH, seed=5, policy=policy, depth=depth,
         micro_batch=PART,
     )  # fmt: skip
     with Worker(replace(made.settings, journal=journal)) as worker:
@@ -69,7 +69,7 @@ def test_a_run_and_its_simulation_make_the_same_calls(
     actions.clear()
     one = SimWorker("w", BATCH, lambda b: 0.1 * b, micro_batch=PART)
     # With a timeline each micro-batch is an event of its own.
-    simulate(Scenario((one,), local=bool(local)), policy, iterations=CLAIMS, pipeline=depth, timeline=True)
+    simulate(Scenario((one,), local=bool(local)), policy, iterations=CLAIMS, depth=depth, timeline=True)
     assert actions == ran
     again = replay(tmp_path / "journal")
     assert (again.differences, again.missing_events) == (0, 0), again.first

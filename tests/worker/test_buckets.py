@@ -227,13 +227,13 @@ def test_pins_are_taken_once_and_given_back() -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("codec", ["f32", "int8", "int4"])
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, pipeline: bool) -> None:
+@pytest.mark.parametrize("depth", [1, "auto"])
+def test_a_gpu_worker_trains_as_a_cpu_worker(shm: Path, codec: str, depth: Any) -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = make_model().to(device)
         with join(
-            "run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", codec=codec, pipeline=pipeline
+            "run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", codec=codec, depth=depth
         ) as worker:
             worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for x, y in worker.batches((X.to(device), Y.to(device))):

@@ -79,10 +79,10 @@ CASES = [
     {"policy": "asp"},
     {"policy": "bsp"},
     {"policy": "ssp", "case": "adamw"},
-    {"policy": "asp", "pipeline": 2},
-    {"policy": "hps", "pipeline": 2, "case": "nesterov"},
-    {"policy": "hps", "pipeline": 2, "case": "adamw"},
-    {"policy": "asp", "pipeline": 2, "codec": "int8"},
+    {"policy": "asp", "depth": 2},
+    {"policy": "hps", "depth": 2, "case": "nesterov"},
+    {"policy": "hps", "depth": 2, "case": "adamw"},
+    {"policy": "asp", "depth": 2, "codec": "int8"},
     {"policy": "asp", "codec": "int8"},
     {"policy": "asp", "micro_batch": 3},
     {"policy": "r2sp"},
@@ -103,14 +103,14 @@ def test_a_deep_pipeline_computes_on_what_came_last(
     shm: Path, emulated: list[Bus], kind: torch.dtype
 ) -> None:
     for policy in ("asp", "hps"):
-        run(kind, policy=policy, pipeline=4, case="adamw", samples=6 * SAMPLES)
+        run(kind, policy=policy, depth=4, case="adamw", samples=6 * SAMPLES)
     assert len(emulated) == 2
 
 
 HALF_CASES = [
     {"policy": "asp"},
     {"policy": "bsp", "case": "adamw"},
-    {"policy": "asp", "pipeline": 2},
+    {"policy": "asp", "depth": 2},
     {"policy": "asp", "micro_batch": 3},
     {"policy": "softsync"},
     {"policy": "asp", "clip_norm": 0.1},

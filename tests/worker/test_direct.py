@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_refused_by_name(shm: Path, sent: list[list[list[i
         ({"policy": "asp"}, 1.0, False),
         ({"policy": "softsync"}, None, False),
         ({"codec": "int8"}, None, False),
-        ({"pipeline": True}, None, True),
+        ({"depth": "auto"}, None, True),
     ],
 )
 def test_a_push_that_does_not_read_it_needs_no_look(

@@ -26,7 +26,7 @@ def test_a_worker_is_not_ahead_for_good(shm: Path, tmp_path: Path, local: bool) 
     begun, done = [0] * 3, [0] * 3  # the latest round that each has begun, and its samples
     models = [make_model() for _ in range(3)]
     run = {"batches": [BATCH] * 3, "samples": 3 * BATCH * ROUNDS, "seed": 5, "policy": "hps"}
-    workers = [join("r", rank, pipeline=DEPTH, run_dir=tmp_path, **run) for rank in range(3)]
+    workers = [join("r", rank, depth=DEPTH, run_dir=tmp_path, **run) for rank in range(3)]
 
     def body(rank: int) -> None:
         model, worker = models[rank], workers[rank]
@@ -56,7 +56,7 @@ def test_in_virtual_time_too(local: bool) -> None:
     """A step that stands still counts as slow: H-PS gives its rank less to do, and then that one is ahead."""
     made = tuple(SimWorker(f"w{k}", BATCH, lambda b: 0.1 * b, micro_batch=2) for k in range(3))
     away = Scenario(made, local=local, faults=(Fault(2, 3.1, "stop", 6.0),))
-    long, longer = (simulate(away, "hps", iterations=n, pipeline=8) for n in (60, 160))
+    long, longer = (simulate(away, "hps", iterations=n, depth=8) for n in (60, 160))
     assert max(long.staleness) == 7
     last = {age: n - long.staleness.get(age, 0) for age, n in longer.staleness.items()}
     assert {age for age, n in last.items() if n} <= {0, 1}, "all since"

@@ -199,16 +199,16 @@ def test_micro_batches_are_loaded_one_by_one(shm: Path, tmp_path: Path) -> None:
 
 
 WAYS = [
-    (name, pipeline)
+    (name, depth)
     for name in ("bsp", "backup", "saps", "r2sp", "hps", "softsync")
-    for pipeline in (False, True)
-    if not pipeline or Policy.known[name]().needs.allows_pipeline
+    for depth in (1, 2)
+    if depth == 1 or Policy.known[name]().needs.allows_pipeline
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "pipeline"), sampled(WAYS, 0, -1))
-def test_every_sample_is_trained_once(shm: Path, tmp_path: Path, policy: str, pipeline: bool) -> None:
+@pytest.mark.parametrize(("policy", "depth"), sampled(WAYS, 0, -1))
+def test_every_sample_is_trained_once(shm: Path, tmp_path: Path, policy: str, depth: int) -> None:
     split, total, taken = [6, 4, 5], 6 * LENGTH, {}
     workers = [
         join(
@@ -219,7 +219,7 @@ def test_every_sample_is_trained_once(shm: Path, tmp_path: Path, policy: str, pi
             seed=SEED,
             policy=policy,
             run_dir=tmp_path,
-            pipeline=pipeline,
+            depth=depth,
         )
         for r in range(3)
     ]

@@ -93,7 +93,7 @@ def test_one_worker_takes_the_steps_of_plain_torch(kind: str) -> None:
     assert distance(model, rival) < 10 * RELATIVE
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "policy": "asp"}, {"policy": "saps"}])
+@pytest.mark.parametrize("options", [{}, {"depth": 2, "policy": "asp"}, {"policy": "saps"}])
 def test_several_optimizers_share_the_parameters(options: dict[str, Any]) -> None:
     model, rival = make_model(), make_model()
     with alone(**options) as worker:
@@ -251,7 +251,7 @@ def test_wrong_merges_are_refused(merges: Any) -> None:
 def test_in_a_pipeline_one_worker_takes_the_steps_of_plain_torch(depth: int) -> None:
     """It is where its own steps have brought it, whenever its transfers arrive."""
     model, rival = make_model(), make_model()
-    with alone(pipeline=depth, policy="asp") as worker:
+    with alone(depth=depth, policy="asp") as worker:
         worker.attach(model, INNER["adamw"](model), local_steps=4, outer=whole(model))
         train(worker, model)
         assert worker.steps == 9
@@ -266,7 +266,7 @@ def test_a_look_at_the_newest_parameters_neither_loses_nor_doubles_steps(depth: 
     model = nn.Linear(6, 2, bias=False).to(DEVICE)
     with torch.no_grad():
         wanted = model.weight - 0.5 * 0.125  # the other worker's; each has half of the samples
-    options: dict[str, Any] = {"pipeline": depth} if depth > 1 else {}
+    options: dict[str, Any] = {"depth": depth} if depth > 1 else {}
     with (
         join("r", 0, batches=[5, 5], samples=100, seed=SEED, policy="asp", **options) as worker,
         ExitStack() as stack,
@@ -299,7 +299,7 @@ def test_a_look_at_the_newest_parameters_neither_loses_nor_doubles_steps(depth: 
 def test_local_steps_that_are_given_up_leave_nothing(depth: int, taken: int) -> None:
     """A loop that ends before its claim's last local step, while others travel: the next takes it anew."""
     model, rival = make_model(), make_model()
-    with alone(policy="asp", **({"pipeline": depth} if depth > 1 else {})) as worker:
+    with alone(policy="asp", **({"depth": depth} if depth > 1 else {})) as worker:
         worker.attach(model, whole(model, 0.05), local_steps=4, outer=whole(model))
 
         def part(steps: int) -> None:
@@ -610,7 +610,7 @@ def test_moments_that_cannot_be_averaged_are_refused(worker: Worker) -> None:
     for given, options, message in cases:
         with pytest.raises(InputError, match=message):
             worker.attach(model, given, average_moments=True, **options)
-    with alone(pipeline=2, policy="asp") as deep, pytest.raises(InputError, match="found True in a pipeline"):
+    with alone(depth=2, policy="asp") as deep, pytest.raises(InputError, match="found True in a pipeline"):
         deep.attach(model, INNER["adamw"](model), average_moments=True, local_steps=2)
 
 

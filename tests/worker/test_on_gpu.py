@@ -260,10 +260,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, codec: str) -> No
         np.testing.assert_array_equal(worker.store.pull()[0], whole)
 
 
-@pytest.mark.parametrize("pipeline", [False, 3])
-def test_memory_is_pinned_while_the_worker_trains(pipeline: int | bool) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+def test_memory_is_pinned_while_the_worker_trains(depth: int) -> None:
     model = model_of().to(GPU)
-    with join("run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", pipeline=pipeline) as worker:
+    with join("run", 0, batches=[10], samples=SAMPLES, seed=5, policy="asp", depth=depth) as worker:
         worker.attach(model, sgd(model))
         flat = torch.from_numpy(worker._require().binding.flat)
         for x, y in worker.batches((X, Y)):
@@ -322,13 +322,13 @@ def test_local_steps_are_plain_torchs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["f32", "int8"])
-@pytest.mark.parametrize("pipeline", [False, 2])
-def test_local_steps_of_all_policies_kinds(codec: str, pipeline: int | bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_local_steps_of_all_policies_kinds(codec: str, depth: int) -> None:
     """Local steps do what they do on the CPU: codes, a pipeline, clipping, BatchNorm's averages."""
     found = []
     for device in ("cpu", GPU):
         model = model_of(nn.BatchNorm1d(100), width=100).to(device)
-        options: dict[str, Any] = {"codec": codec, "pipeline": pipeline, "policy": "asp"}
+        options: dict[str, Any] = {"codec": codec, "depth": depth, "policy": "asp"}
         with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, **options) as worker:
             worker.attach(model, INNER["momentum"](model), local_steps=3, clip_norm=0.5)
             for x, y in worker.batches((X.to(device), Y.to(device))):
@@ -373,13 +373,13 @@ def test_a_worker_with_local_steps_goes_on_bit_for_bit(tmp_path: Path, kind: str
 @pytest.mark.parametrize("kind", ["nesterov", "adamw"])
 def test_policies_that_do_not_wait(policy: str, kind: str) -> None:
     """One worker, serial and then pipelined: as on the CPU, with what it looks ahead by its last gradient."""
-    for pipeline in (False, 2):
-        if pipeline and policy in ("ssp:bound=2", "r2sp"):
+    for depth in (1, 2):
+        if depth > 1 and policy in ("ssp:bound=2", "r2sp"):
             continue
         found = []
         for device in ("cpu", GPU):
             model = model_of(width=50).to(device)
-            options: dict[str, Any] = {"pipeline": pipeline, "policy": policy}
+            options: dict[str, Any] = {"depth": depth, "policy": policy}
             with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, **options) as worker:
                 worker.attach(model, OPTIMIZERS[kind](model))
                 for x, y in worker.batches((X.to(device), Y.to(device))):

@@ -46,7 +46,7 @@ def piped(
         samples=EPOCHS * SAMPLES,
         seed=5,
         policy=policy,
-        pipeline=depth,
+        depth=depth,
         codec=codec,
         micro_batch=4,
     ) as worker:

@@ -87,7 +87,7 @@ def over(worker: Worker, wrapped: Any) -> None:
 
 def test_alone_it_is_sgd_with_a_delay_of_one_bitwise(shm: Path) -> None:
     model, rival = make_model(), make_model()
-    with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, policy="asp", pipeline=True) as worker:
+    with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5, policy="asp", depth="auto") as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for x, y in worker.batches((X, Y)):
             backward(loss_of(model, x, y))
@@ -122,7 +122,7 @@ def test_every_policy_that_need_not_wait_trains(shm: Path, tmp_path: Path, polic
     workers = [
         join(
             "threads", rank, batches=split, samples=total, seed=5, policy=policy, micro_batch=3,
-            run_dir=tmp_path, pipeline=depth,
+            run_dir=tmp_path, depth=depth,
         )
         for rank in range(len(split))
     ]  # fmt: skip
@@ -148,16 +148,16 @@ def no_transfer_threads() -> bool:
 @pytest.mark.parametrize("name", ["bsp", "backup"])
 def test_policies_that_wait_refuse_it_by_name(name: str) -> None:
     with pytest.raises(
-        InputError, match=f"pipeline: found on under {name}, where every step waits"
+        InputError, match=f"depth: found a pipeline under {name}, where every step waits"
     ) as failed:
-        join("run", 0, batches=[1], policy=name, pipeline=True)
+        join("run", 0, batches=[1], policy=name, depth="auto")
     assert "asp" in str(failed.value)
 
 
-def timed(shm: Path, folder: Path, compute: float, one_way: float, pipeline: bool) -> list[StepRecord]:
+def timed(shm: Path, folder: Path, compute: float, one_way: float, depth: Any) -> list[StepRecord]:
     model = make_model()
     with join(
-        "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, pipeline=pipeline
+        "run", 0, batches=[10], samples=120, seed=5, policy="asp", run_dir=folder, depth=depth
     ) as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
         over(worker, Slow(worker.store, one_way))
@@ -178,7 +178,7 @@ def period(records: list[StepRecord]) -> float:
 def test_the_period_is_the_longer_of_compute_and_transfer(
     shm: Path, tmp_path: Path, compute: float, one_way: float
 ) -> None:
-    piped = timed(shm, tmp_path / "piped", compute, one_way, pipeline=True)
+    piped = timed(shm, tmp_path / "piped", compute, one_way, depth="auto")
     assert {r.staleness for r in piped[1:]} == {1}
     longer = max(compute, 2 * one_way)
     overlaps = 0
@@ -189,14 +189,14 @@ def test_the_period_is_the_longer_of_compute_and_transfer(
         overlaps += sent < end and begin < back
     assert overlaps == len(piped) - 1, "each transfer overlaps with the next compute"
     assert longer <= period(piped) < longer * (1 + CLOSE) + 0.006
-    serial = timed(shm, tmp_path / "serial", compute, one_way, pipeline=False)
+    serial = timed(shm, tmp_path / "serial", compute, one_way, depth=1)
     assert period(serial) > compute + 2 * one_way
 
 
 def test_the_trace_has_a_track_for_transfers(shm: Path, tmp_path: Path) -> None:
     from pyps.formats.setup import RankSetup
 
-    records = timed(shm, tmp_path, 0.0, 0.0, pipeline=True)
+    records = timed(shm, tmp_path, 0.0, 0.0, depth="auto")
     rows = make_trace([RankSetup(0, "a", 10)], records, [])["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     kinds = {(names[row["tid"]], row["name"]) for row in rows if row["ph"] == "X"}
@@ -212,7 +212,7 @@ class Broken(Slow):
 
 def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
     model = make_model()
-    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", depth="auto")
     worker.attach(model)
     transport = worker._require().transport
     batches = worker.batches((X, Y))
@@ -235,7 +235,7 @@ def test_an_error_of_a_transfer_surfaces_at_the_next_step(shm: Path) -> None:
 @pytest.mark.timed
 def test_close_waits_for_a_transfer_but_not_for_ever(shm: Path) -> None:
     model = make_model()
-    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=True)
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", depth="auto")
     worker.attach(model)
     over(worker, Slow(worker.store, 0.4))
     x, y = next(iter(worker.batches((X, Y))))
@@ -271,7 +271,7 @@ class Held(Slow):
 
 def two_under_way(folder: Path, error: Exception | None = None) -> tuple[Worker, Held]:
     """A worker that has taken two steps, whose transfers wait."""
-    worker = join("run", 0, batches=[10], samples=0, policy="asp", pipeline=3, run_dir=folder)
+    worker = join("run", 0, batches=[10], samples=0, policy="asp", depth=3, run_dir=folder)
     model = make_model()
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     held, batches = Held(worker.store, error), worker.batches((X, Y))
@@ -354,7 +354,7 @@ def test_local_steps_load_no_parameters_of_a_transfer_that_was_not_taken(
     monkeypatch.setattr(BackgroundThread, "submit", at_once)
     monkeypatch.setattr(Overlapped, "ready", 0)
     model, rival = make_model(), make_model()
-    with join("run", 0, batches=[5], samples=3 * SAMPLES, seed=5, policy="asp", pipeline=3) as worker:
+    with join("run", 0, batches=[5], samples=3 * SAMPLES, seed=5, policy="asp", depth=3) as worker:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         outer = torch.optim.SGD(model.parameters(), lr=1.0)
         worker.attach(model, optimizer, local_steps=2, outer=outer)
@@ -398,7 +398,7 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
     policy = Policy.known["asp"](round_timeout_seconds=0.3)
     total = 30 * 4
     workers = [
-        join("run", r, batches=[4, 4], samples=total, policy=policy, run_dir=tmp_path, pipeline=depth)
+        join("run", r, batches=[4, 4], samples=total, policy=policy, run_dir=tmp_path, depth=depth)
         for r in range(2)
     ]
 
@@ -428,8 +428,8 @@ def test_a_fenced_worker_drops_all_and_goes_on(shm: Path, tmp_path: Path, depth:
     assert {r.rank for r in records if r.fenced} == {1}
 
 
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_a_worker_that_was_found_dead_hears_why(shm: Path, pipeline: bool) -> None:
+@pytest.mark.parametrize("depth", [1, "auto"])
+def test_a_worker_that_was_found_dead_hears_why(shm: Path, depth: Any) -> None:
     """Its place is gone, so that it cannot rejoin either. `pyps run` starts it again."""
 
     class Dead(Slow):
@@ -438,7 +438,7 @@ def test_a_worker_that_was_found_dead_hears_why(shm: Path, pipeline: bool) -> No
 
         rejoin = start
 
-    worker = join("run", 0, batches=[10], samples=100, policy="asp", pipeline=pipeline)
+    worker = join("run", 0, batches=[10], samples=100, policy="asp", depth=depth)
     model = make_model()
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     over(worker, Dead(worker.store, 0.0))
@@ -450,7 +450,7 @@ def test_a_worker_that_was_found_dead_hears_why(shm: Path, pipeline: bool) -> No
 
 def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> None:
     model = make_model()
-    with join("run", 0, batches=[10], samples=8 * 10, policy="asp", pipeline=True) as worker:
+    with join("run", 0, batches=[10], samples=8 * 10, policy="asp", depth="auto") as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for x, y in worker.batches((X, Y)):
             backward(loss_of(model, x, y))
@@ -464,10 +464,10 @@ def test_a_state_dict_in_the_middle_of_a_run_is_of_one_version(shm: Path) -> Non
 
 def test_a_depth_that_the_store_was_not_made_for_is_refused(shm: Path) -> None:
     with pytest.raises(InputError, match=r"depth: found 9; expected 1 to 8"):
-        join("run", 0, batches=[1], policy="asp", pipeline=9)
+        join("run", 0, batches=[1], policy="asp", depth=9)
     with (
         Store.create("run", {"weight": np.ones((1, 2))}, batches=[1], policy="asp"),
-        join("run", 0, batches=[1], policy="asp", pipeline=3) as worker,
+        join("run", 0, batches=[1], policy="asp", depth=3) as worker,
         pytest.raises(InputError, match=r"depth: found 3, in a store made for at most 2"),
     ):
         worker.attach(torch.nn.Linear(2, 1, bias=False))

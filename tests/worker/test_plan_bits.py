@@ -62,20 +62,27 @@ def test_a_plan_without_bits_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.BF16])
-@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("depth", [1, "auto"])
 @pytest.mark.parametrize("policy", ["asp", "r2sp"])
 def test_parameters_are_what_the_code_carries_of_the_fp32_ones(
-    shm: Path, codec: Codec, pipeline: bool, policy: str
+    shm: Path, codec: Codec, depth: Any, policy: str
 ) -> None:
     model = make_model()
     settings = Settings(
-        "run", 0, policy_named(policy), SAMPLES, 5, batches=(10,), depth=1 + pipeline, pull_codec=codec
+        "run",
+        0,
+        policy_named(policy),
+        SAMPLES,
+        5,
+        batches=(10,),
+        depth=2 if depth == "auto" else 1,
+        pull_codec=codec,
     )
     expected: list[np.ndarray] = []
     with Worker(settings) as worker:
         worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for k, (x, y) in enumerate(worker.batches((X, Y))):
-            if not pipeline:  # nothing else is going on
+            if depth == 1:  # nothing else is going on
                 codes, _ = worker.store.pull_encoded(codec)
                 expected.append(decode(codes, codec, worker.store.layout.flat_elements))
                 flat = worker._require().binding.flat
@@ -111,7 +118,7 @@ def pyps_run(tmp_path: Path, plan: dict[str, Any], *options: str) -> subprocess.
 
 def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_path: Path) -> None:
     plan = plan_of_bits([6, 4], {0: (8, 8), 1: (4, 16)})
-    done = pyps_run(tmp_path, plan, "--policy", "hps", "--pipeline", "--codec", "plan")
+    done = pyps_run(tmp_path, plan, "--policy", "hps", "--depth", "auto", "--codec", "plan")
     assert done.returncode == 0, done.stderr
     records = read_run(tmp_path / "out")
     assert {record.depth for record in records} == {2}
@@ -127,7 +134,7 @@ def test_pyps_run_pipes_with_the_plans_bits_and_survives_a_kill(shm: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--policy", "bsp", "--pipeline"), "where every step waits for the one before it"),
+        (("--policy", "bsp", "--depth", "auto"), "where every step waits for the one before it"),
         (("--codec", "plan"), "workers[0].mode: found nothing"),
     ],
 )

@@ -66,11 +66,11 @@ def test_schedules_are_followed(worker: Worker) -> None:
     assert distance(model, rival) < 10 * RELATIVE
 
 
-@pytest.mark.parametrize(("policy", "pipeline"), [("bsp", False), ("asp", False), ("asp", 2), ("asp", 3)])
-def test_a_look_at_a_batch_takes_nothing(shm: Path, policy: str, pipeline: int) -> None:
+@pytest.mark.parametrize(("policy", "depth"), [("bsp", 1), ("asp", 1), ("asp", 2), ("asp", 3)])
+def test_a_look_at_a_batch_takes_nothing(shm: Path, policy: str, depth: int) -> None:
     """Each begins a step, which is given up when the next one begins."""
     model = make_model()
-    with join("looks", 0, batches=[10], samples=2 * SAMPLES, policy=policy, pipeline=pipeline) as worker:
+    with join("looks", 0, batches=[10], samples=2 * SAMPLES, policy=policy, depth=depth) as worker:
         worker.attach(model, OPTIMIZERS["nesterov"](model))
 
         def look(first: int) -> None:
@@ -145,9 +145,7 @@ def test_quantized_gradients_train_as_well(shm: Path, codec: str) -> None:
 def test_a_gradient_that_is_not_finite_ends_the_run(shm: Path, codec: str, depth: int) -> None:
     """Its loss is: before it is pushed, so that the store stays as it was."""
     model = make_model()
-    with join(
-        "run", 0, batches=[10], samples=60, seed=5, codec=codec, pipeline=depth, policy="asp"
-    ) as worker:
+    with join("run", 0, batches=[10], samples=60, seed=5, codec=codec, depth=depth, policy="asp") as worker:
         worker.attach(model)
         with pytest.raises(Diverged, match=r"the gradient is not finite \(samples 20 to 29"):
             train(worker, model, spoil=2)
@@ -169,7 +167,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_where_that_is_allowed(
         samples=20,
         seed=5,
         codec=codec,
-        pipeline=depth,
+        depth=depth,
         policy="asp",
         allow_nonfinite=True,
         run_dir=str(tmp_path),
