@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.sharding import gathered, load_state_dict, part_state_dict, whole_state_dict
+from pyps.formats import read_plan
+from pyps.sharding import bytes_held, gathered, load_state_dict, part_state_dict, whole_state_dict
 from pyps.sharding.modules import run_of
 from pyps.torch import GlobalMean
 
@@ -537,9 +539,34 @@ def precision(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"types": [str(one) for one in seen], "off": off(*pair)}
 
 
+def planned_bytes(group: dist.ProcessGroup, plan: str, stage: int) -> dict[str, int]:
+    """Return this rank's bytes after a step of a run that follows a plan: its gradients are there."""
+    model: Any = layers()
+    rank, batches = group.rank(), [worker.batch for worker in read_plan(Path(plan)).workers]
+    if stage == 3:
+        for block in model:
+            pyps.torch.shard(block, plan, group)
+        pyps.torch.shard(model, plan, group)
+    else:
+        model = DistributedDataParallel(model, process_group=group)
+    one = torch.optim.AdamW(model.parameters())
+    if stage == 1:
+        pyps.torch.shard_optimizer(one, plan, group)
+    mean = GlobalMean(model)
+    for step in range(2):
+        one.zero_grad()
+        mean.backward(model(torch.full((batches[rank], 64), 0.1 * step)).square().mean())
+        one.step()
+    return bytes_held(model, one)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+
+
 def held_bytes(group: dist.ProcessGroup, shares: list[float]) -> dict[str, float]:
     """Return this rank's bytes between steps, in proportion to one process: parameters, gradients, states."""
-    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    model: Any = layers()
     for block in model:
         pyps.torch.shard(block, shares, group)
     pyps.torch.shard(model, shares, group)

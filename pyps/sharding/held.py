@@ -1,0 +1,29 @@
+"""The bytes that a rank holds of a model in training, by the kinds of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Return the bytes of this rank's parameters, gradients and optimizer state, as they are now.
+
+    Between steps these are what plan.json says of the rank under `bytes`, but for the blocks that a pass
+    gathers. model: plain, in DDP, or one that went through shard() or fully_shard.
+    """
+    parameters = list(model.parameters())
+    states = [] if optimizer is None else [list(values.values()) for values in optimizer.state.values()]
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(p.grad for p in parameters),
+        "optimizer": _bytes(value for values in states for value in values),
+    }
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors, each place in memory once."""
+    local = [getattr(one, "_local_tensor", one) for one in tensors if isinstance(one, torch.Tensor)]
+    return sum({one.data_ptr(): one.numel() * one.element_size() for one in local if one.numel()}.values())
