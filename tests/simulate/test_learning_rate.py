@@ -116,7 +116,7 @@ def test_sixteen_workers_bear_in_a_pipeline_the_rate_that_they_bear_without(dept
         "objective": Tridiagonal(noise=1e-3),
     }
     serial, piped = (
-        simulate(far, "hps", pipeline=steps, **options).loss  # type: ignore[arg-type]
+        simulate(far, "hps", depth=steps, **options).loss  # type: ignore[arg-type]
         for steps in (1, depth)
     )
     assert piped < 1.5 * serial

@@ -158,7 +158,7 @@ def test_a_wide_pipeline_without_momentum_is_told_of(
     shm: Path, ranks: int, momentum: float, told: bool
 ) -> None:
     model = make_model()
-    options: dict[str, Any] = {"batches": [2] * ranks, "samples": 40, "policy": "hps", "pipeline": 2}
+    options: dict[str, Any] = {"batches": [2] * ranks, "samples": 40, "policy": "hps", "depth": 2}
     with join("wide", 0, **options) as worker, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         worker.attach(model, optimizer_of(model, momentum=momentum))
