@@ -477,7 +477,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
         yield home, far
     finally:
         for one in (far, home):
-            one.end(signal.SIGTERM)
+            one.end(signal.SIGINT)  # after a SIGTERM it would wait for workers to leave
 
 
 def lost(call: Callable[[], object]) -> None:
