@@ -59,15 +59,15 @@ class EmulatedTimer:
 
     def __init__(self, cost: Line) -> None:
         self.cost = cost
-        self._finished: list[tuple[int | None, float]] = []
+        self._finished: list[tuple[tuple[int, float] | None, float]] = []
 
     def start(self) -> None:
         pass
 
-    def finish(self, batch: int | None) -> None:
-        self._finished.append((batch, self.cost.seconds(batch or 0)))
+    def finish(self, trained: tuple[int, float] | None) -> None:
+        self._finished.append((trained, self.cost.seconds(trained[0] if trained else 0)))
 
-    def finished(self) -> list[tuple[int | None, float]]:
+    def finished(self) -> list[tuple[tuple[int, float] | None, float]]:
         finished, self._finished = self._finished, []
         return finished
 
@@ -374,8 +374,8 @@ def agreed(group: dist.ProcessGroup, total: int, profiles: list[Any], caps: list
 class TimerOfTwo(EmulatedTimer):
     """A timer of steps of two rounds."""
 
-    def finish(self, batch: int | None) -> None:
-        self._finished.append((batch, 2 * self.cost.seconds(batch or 0)))
+    def finish(self, trained: tuple[int, float] | None) -> None:
+        self._finished.append((trained, 2 * self.cost.seconds(trained[0] if trained else 0)))
 
 
 def accumulated_by_hand(group: dist.ProcessGroup, speeds: list[float], steps: int) -> dict[str, Any]:

@@ -60,15 +60,15 @@ class EmulatedTimer:
 
     def __init__(self, rank: int) -> None:
         self.cost = pace(rank)
-        self._finished: list[tuple[int | None, float]] = []
+        self._finished: list[tuple[tuple[int, float] | None, float]] = []
 
     def start(self) -> None:
         pass
 
-    def finish(self, batch: int | None) -> None:
-        self._finished.append((batch, self.cost.seconds(batch or 0)))
+    def finish(self, trained: tuple[int, float] | None) -> None:
+        self._finished.append((trained, self.cost.seconds(trained[0] if trained else 0)))
 
-    def finished(self) -> list[tuple[int | None, float]]:
+    def finished(self) -> list[tuple[tuple[int, float] | None, float]]:
         finished, self._finished = self._finished, []
         return finished
 
