@@ -40,12 +40,16 @@ def whole_state_dict(owner: Sharded) -> dict[str, Any]:
 def part_state_dict(owner: Sharded) -> dict[str, Any]:
     """Return the state with what this rank has of it, which torch.distributed.checkpoint saves and loads.
 
-    It shares memory with the model. An optimizer that has not stepped gets a state, to load into.
+    It shares memory with the model. Of an optimizer that has not stepped it is one to load into; load_state_dict()
+    gives it to the optimizer.
     """
     if isinstance(owner, torch.optim.Optimizer):
-        if not owner.state:
-            _make_state(owner)
-        return parts_of(pieces_state(owner), owned_by(owner))
+        if owner.state:
+            return parts_of(pieces_state(owner), owned_by(owner))
+        _make_state(owner)
+        made = parts_of(pieces_state(owner), owned_by(owner))
+        owner.state.clear()  # its first step counts from 0
+        return made
     state: dict[str, Any] = owner.state_dict()
     return state
 
@@ -79,7 +83,7 @@ def pieces_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state: a step whose gradients and rates are 0 changes nothing."""
+    """Let an optimizer make its state: a step whose gradients and rates are 0 changes no parameter."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     try:
@@ -89,6 +93,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         for p, _ in kept:
             p.grad = torch.zeros_like(p)
         optimizer.step()
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] *= 0
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:

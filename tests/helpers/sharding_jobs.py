@@ -718,6 +718,8 @@ def through_checkpoint(
         dcp.load(state, checkpoint_id=f"{folder}/{steps[0]}", process_group=group)
         load_state_dict(model, state["model"]) if not is_plain else model.load_state_dict(state["model"])
         one.load_state_dict(state["optimizer"]) if is_plain else load_state_dict(one, state["optimizer"])
+    else:
+        parts()  # one to load into: the optimizer still begins with its first step
     for step in range(*steps):
         _step(model, one, step)
     dcp.save(parts(), checkpoint_id=f"{folder}/{steps[1]}", process_group=group)
