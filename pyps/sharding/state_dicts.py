@@ -40,8 +40,8 @@ def whole_state_dict(owner: Sharded) -> dict[str, Any]:
 def part_state_dict(owner: Sharded) -> dict[str, Any]:
     """Return the state with what this rank has of it, which torch.distributed.checkpoint saves and loads.
 
-    It shares memory with the model. Of an optimizer that has not stepped it is one to load into; load_state_dict()
-    gives it to the optimizer.
+    It shares memory with the model. Of an optimizer that has not stepped it is one to load into, which
+    load_state_dict() gives to the optimizer.
     """
     if isinstance(owner, torch.optim.Optimizer):
         if owner.state:
