@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "Find the best batch for every worker of a cluster.",
     "gain": "Measure what batches that fit the devices would gain for a DDP script as it is.",
     "run": "Train by a plan on this machine, with one process for each rank.",
+    "join": "Train as one more worker of a run that a server shares.",
     "top": "Show what every rank of a store does.",
     "report": "Write a page about a run: report.html.",
     "export": "Write the weights of a run or a checkpoint as one file.",

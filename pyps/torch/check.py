@@ -26,6 +26,7 @@ from pyps.torch.global_mean import mean_of, unweighted
 from pyps.torch.norm import sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
+from pyps.torch.wrapped import REDUCED
 
 TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]
@@ -187,8 +188,9 @@ def _plain(loss: torch.Tensor) -> None:
 
 def _step_of(model: nn.Module, n: Any) -> Callable[[torch.Tensor], None]:
     """The backward pass of a training step: that of the model's GlobalMean, or a plain one."""
-    mean = mean_of(model)
-    if mean is None:
+    if (mean := mean_of(model)) is None:
+        if any(hasattr(p, REDUCED) for p in model.parameters()):
+            raise InputError("check_gradient", "GlobalMean", "one that is gone", "mean = GlobalMean(model)")
         return _plain
 
     def weighed(loss: torch.Tensor) -> None:

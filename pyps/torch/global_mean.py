@@ -617,8 +617,7 @@ class GlobalMean:
         held.error = held.error or error or self._add(held, loss, terms)
         held.batches += 1
         if held.error is None:
-            first = self._first_count(terms)
-            self._run(loss, held_factors(terms, self._unit), first / self._unit, call)
+            self._run(loss, held_factors(terms, self._unit), self._first_count(terms) / self._unit, call)
 
     def _set_aside(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take gradients of earlier reductions away, which are not to be divided again."""
@@ -673,9 +672,8 @@ class GlobalMean:
         if any(not alike(other, shares[0]) for other in shares[1:]):
             raise unlike_micro_batches()
         self._losses = self._over_all(losses, shares, terms)
-        whole = self._first_count(terms) / unit
         set_aside = held.before if held is not None else self._set_aside()
-        self._run(loss, held_factors(terms, unit), whole, call)
+        self._run(loss, held_factors(terms, unit), self._first_count(terms) / unit, call)
         factor: Any = ranks * unit * inverse([1.0] if is_sum else weights[0])
         self.late = factor
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from norm_jobs import normed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyps.errors import InputError
 from pyps.torch import GlobalMean, UnevenSyncBatchNorm, check_gradient
 
 
@@ -42,6 +44,18 @@ def cause_reported(group: dist.ProcessGroup, batches: list[int], case: str) -> t
     assert str(checked).startswith(f"batches {'/'.join(map(str, batches))}: ")
     same = same and torch.equal(gradients, flat(p.grad for p in model.parameters()))
     return checked.cause.name, checked.error, same
+
+
+def mean_dropped(group: dist.ProcessGroup) -> str:
+    """Return what check_gradient says of a model whose GlobalMean is no more."""
+    ddp = DistributedDataParallel(net(torch.float64), process_group=group)
+    GlobalMean(ddp)
+    gc.collect()
+    try:
+        check_gradient(ddp, square, numbers(0, 8, torch.float64))
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def targeted(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,12 @@ FP64 = 1e-12
 torch.set_num_threads(1)
 
 
+def test_a_mean_that_nothing_keeps_is_refused(ranks: Ranks) -> None:
+    """It would be gone whenever garbage is collected, and the check one of plain DDP."""
+    for found in ranks.run(2, check_jobs.mean_dropped):
+        assert "GlobalMean: found one that is gone; expected mean = GlobalMean(model)" in found
+
+
 @pytest.mark.parametrize(
     ("case", "cause"),
     [
