@@ -73,7 +73,9 @@ def _free_rank(store: Store) -> int:
 def _settings(store: Store, address: str, rank: int) -> Settings:
     """Return the settings that the store's other workers have."""
     layout, batches = store.layout, tuple(one.batch for one in store.ranks())
-    settings = Settings(address, rank, DEFAULT_POLICY, layout.samples, layout.seed, batches=batches)
+    settings = Settings(
+        address, rank, DEFAULT_POLICY, layout.samples, layout.seed, batches=batches, may_be_new=True
+    )
     if agreement_of(settings).plan != layout.plan:  # the run has been planned anew since it began
         settings = replace(settings, batches=())
     return settings

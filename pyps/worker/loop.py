@@ -243,7 +243,7 @@ class Worker:
         if settings.journal is not None:
             store.journal(settings.journal)
         set_planned_turns(store, settings)
-        is_new = settings.launched and self.rank >= store.layout.ranks
+        is_new = (settings.launched or settings.may_be_new) and self.rank >= store.layout.ranks
         store.join(self.rank, "new_worker" if is_new else "worker")
         store.set_threads(settings.threads)
         if settings.cost_model is not None:

@@ -77,6 +77,7 @@ class Settings:
     schedule: the plan's turns, under a policy that takes turns.
     staging_buffers: of each worker, if this one creates the store: at least the depth of any.
     launched: by `pyps run`, which then also removes the segment.
+    may_be_new: the rank may be one that the plan does not have, as of launched workers.
     resume: the checkpoint that the store is made from; None: it begins with the model's parameters.
     cost_model: of this device, for a rank that the plan does not have; None: to be measured.
     threads: of this process that share the chunks of pushes and pulls.
@@ -106,6 +107,7 @@ class Settings:
     plan_path: Path | None = None
     schedule: TurnSchedule | None = None
     launched: bool = False
+    may_be_new: bool = False
     resume: Path | None = None
     cost_model: CostModel | None = None
     threads: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_scripts import until
+from run_scripts import PYPS, until
 from torch import nn
 
 import pyps
@@ -76,6 +77,26 @@ def test_a_planned_rank_joins_by_the_address_alone(shm: Path, tmp_path: Path, hi
     assert done.returncode == 7, done.stderr
     assert done.stdout == "one 1 200 5 20\n"
     assert "rank 1: 3 of 10 samples of a round (30%)" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_new_rank_is_measured_and_given_samples(shm: Path, plan: Path, tmp_path: Path) -> None:
+    """Its host has no plan: the launcher of the others plans anew for all."""
+    script = tmp_path / "train.py"
+    pause = "        time.sleep(0.01)\n        worker.step("
+    text = TRAIN.replace("import sys\n", "import sys, time\n").replace("        worker.step(", pause)
+    script.write_text(text.replace("sys.exit(7)\n", ""), encoding="utf-8")
+    with Server("model", "tcp://127.0.0.1:*", insecure=True) as server:
+        address = f"{server.address}?insecure=1"
+        run = ["--plan", plan, "--connect", address, "--ranks", "0,1", "--samples", 16_000]
+        launched = subprocess.Popen(
+            [PYPS, "run", *map(str, run), "--run-dir", str(tmp_path / "run"), str(script)]
+        )
+        until(lambda: list(segments()))
+        done = join(address, script)
+        assert (launched.wait(60), done.returncode) == (0, 0), done.stderr
+    assert re.search(r"rank 2: [1-9]\d* of 8 samples of a round", done.stderr), done.stderr
+    assert int(done.stdout.split()[-1]) > 10
 
 
 def test_a_new_rank_is_one_that_nobody_has(shm: Path, tmp_path: Path) -> None:
