@@ -19,14 +19,12 @@ from pyps.step.machine import StepRules
 
 G = TypeVar("G")
 ADAM = Optimizer.ADAM, Optimizer.ADAMW
-ADAM_DEPTH = 3  # from which the moments are worth their memory; less deep a pull's mean is within 2 %
 
 
 def follows_own(rules: StepRules, optimizer: Optimizer, *, lookahead: bool) -> bool:
     """Return whether a worker goes on along its own gradients. `lookahead`: of the policy."""
     overlaps = rules.depth > 1 and rules.needs.waits_for_rounds and not rules.local
-    known = optimizer in (Optimizer.SGD, Optimizer.MOMENTUM)
-    return overlaps and lookahead and (known or (optimizer in ADAM and rules.depth >= ADAM_DEPTH))
+    return overlaps and lookahead and optimizer in (Optimizer.SGD, Optimizer.MOMENTUM, *ADAM)
 
 
 def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:

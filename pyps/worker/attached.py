@@ -32,7 +32,7 @@ from pyps.worker.weights import Weights
 
 SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
 WIDE = "many workers with little momentum in a pipeline: where training bears no larger rate, plain SGD"
-WIDE += " ended at up to 1.5 times the loss without one; half the rate, momentum or no pipeline helps"
+WIDE += " ended at up to 1.4 times the loss without one; half the rate, momentum or no pipeline helps"
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
 
