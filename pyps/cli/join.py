@@ -50,7 +50,7 @@ def join_command(
         expected = "a Python script that calls pyps.join(); options of pyps join go before ADDRESS"
         raise InputError("SCRIPT", "", str(script), expected)
     with open_store(address) as store:
-        settings = _settings(store, address, _free_rank(store) if rank is None else rank)
+        settings = _settings(store, address, free_rank(store) if rank is None else rank)
         say(f"rank {settings.rank} of {address.partition('?')[0]}", stderr=True)
         worker = subprocess.Popen(
             [sys.executable, str(script), *(args or ())], env=os.environ | settings.to_env()
@@ -59,7 +59,7 @@ def join_command(
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
-def _free_rank(store: Store) -> int:
+def free_rank(store: Store) -> int:
     """Return a rank that no worker trains and that the plan does not have. Raises InputError."""
     taken = {one.rank for one in store.members() if one.state in (MemberState.ACTIVE, MemberState.FENCED)}
     taken |= {rank for rank, counters in enumerate(store.ranks()) if counters.batch}

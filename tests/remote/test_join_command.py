@@ -100,14 +100,14 @@ def test_a_new_rank_is_measured_and_given_samples(shm: Path, plan: Path, tmp_pat
 
 
 def test_a_new_rank_is_one_that_nobody_has(shm: Path, tmp_path: Path) -> None:
-    from pyps.cli.join import _free_rank
+    from pyps.cli.join import free_rank
 
     with pyps.Store.create("model", {"w": torch.ones(3).numpy()}, batches=[4, 0, 4], policy="asp") as store:
         store.join(1)
         assert [one.rank for one in store.members() if one.state is MemberState.ACTIVE] == [1]
         server = Server("model", "tcp://127.0.0.1:*", insecure=True)
         with server, open_store(f"{server.address}?insecure=1") as far:
-            assert _free_rank(far) == 3
+            assert free_rank(far) == 3
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:
