@@ -65,7 +65,7 @@ def free_rank(store: Store) -> int:
     taken |= {rank for rank, counters in enumerate(store.ranks()) if counters.batch}
     free = [rank for rank in range(store.layout.max_participants) if rank not in taken]
     if not free:
-        expected = "--rank with one that nobody trains"
+        expected = "--rank and a rank that nobody trains"
         raise InputError("--rank", "", "no rank that the plan does not have", expected)
     return free[0]
 

@@ -28,7 +28,7 @@ def dataset(samples: int = SAMPLES) -> TensorDataset:
 
 
 class Plain:
-    """A loop of one's own on DDP; parts: micro-batches of a round."""
+    """A hand-written loop on DDP. parts: the micro-batches of a round."""
 
     def __init__(self, parts: int = 1, reduction: Any = "mean", plan: Any = SPLIT) -> None:
         self.parts, self._reduction, self._plan = parts, reduction, plan

@@ -31,7 +31,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 def device(seconds: float, each: float) -> Profile:
-    """A device with memory for so many bytes a parameter beside 100 kB of its own."""
+    """A device whose memory holds 100 kB and this many bytes for each parameter."""
     line = {"fixed_seconds": 0.01, "per_sample_seconds": seconds}
     return Profile(
         device=Device(name="d"),
