@@ -5,7 +5,6 @@ A run on ranks with uneven batches and shares is compared with one process that 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ import torch.distributed as dist
 from ddp_tools import flat, mine, numbers, off
 from safetensors.torch import load, save
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import pyps.torch
 from pyps.errors import InputError
 from pyps.formats import read_plan
-from pyps.sharding import bytes_held, gathered, load_state_dict, part_state_dict, whole_state_dict
+from pyps.sharding import bytes_held, gathered, whole_state_dict
 from pyps.sharding.modules import run_of
 from pyps.torch import GlobalMean
 
@@ -351,14 +347,14 @@ def in_safetensors(group: dist.ProcessGroup) -> bool:
     """Return whether a model whose optimizer is sharded goes into safetensors and back, and trains on."""
     model = Net()
     one = pyps.torch.shard_optimizer(OPTIMIZERS["AdamW"](groups(model)), [0.7, 0.3], group)
-    _step(model, one, 0)
+    all_step(model, one, 0)
     packed = save(model.state_dict())  # refuses tensors that share a storage
     before = flat(model.parameters())
-    _step(model, one, 1)
+    all_step(model, one, 1)
     moved = not torch.equal(before, flat(model.parameters()))
     model.load_state_dict(load(packed))
     same = torch.equal(before, flat(model.parameters()))
-    _step(model, one, 2)
+    all_step(model, one, 2)
     return moved and same
 
 
@@ -431,14 +427,14 @@ def micro_batches(group: dist.ProcessGroup, shares: list[float], parts: list[int
         nn.utils.clip_grad_norm_(right.parameters(), 0.5)
         other.step()
         other.zero_grad()
-    return {"parameters": off(_whole(model), flat(right.parameters()))}
+    return {"parameters": off(gathered_flat(model), flat(right.parameters()))}
 
 
 def _targets(step: int) -> torch.Tensor:
     return numbers(step, ROWS, torch.float64)[1]
 
 
-def _whole(model: nn.Module) -> torch.Tensor:
+def gathered_flat(model: nn.Module) -> torch.Tensor:
     with gathered(model):
         return flat(model.parameters())
 
@@ -508,7 +504,7 @@ def scaler_on_owners(group: dist.ProcessGroup, shares: list[float]) -> list[floa
         scaler.update()
         one.zero_grad()
         scales.append(scaler.get_scale())
-    return [*scales, float(_whole(model).isfinite().all())]
+    return [*scales, float(gathered_flat(model).isfinite().all())]
 
 
 def precision(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -662,131 +658,7 @@ def without_gradients(group: dist.ProcessGroup) -> float:
     return off(flat(outputs), flat(wanted))
 
 
-def _made(kind: str, group: dist.ProcessGroup, shares: list[float]) -> tuple[Any, torch.optim.Optimizer]:
-    """A model in a stage, and its optimizer."""
-    if kind in ("shard", "tied"):
-        model: Any = sharded(Net("plain" if kind == "shard" else kind), shares, group)
-        return model, OPTIMIZERS["AdamW"](groups(model))
-    model = Net()
-    if kind == "fully_shard":
-        for module in (*model.blocks, model):
-            mesh = DeviceMesh.from_group(group, "cpu")
-            fully_shard(module, mesh=mesh, ignored_params={model.scale})  # it takes no scalar
-    one = OPTIMIZERS["AdamW"](groups(model))
-    if kind == "shard_optimizer":
-        pyps.torch.shard_optimizer(one, shares, group)
-    return model, one
-
-
-def through_save(
-    group: dist.ProcessGroup, folder: str, kind: str, shares: list[float], steps: list[int]
-) -> list[float]:
-    """Train between two steps in a stage, from a checkpoint of pyps and to one: the whole parameters."""
-    model, one = _made(kind, group, shares)
-    found = pyps.torch.load(folder, model, one, group=group)
-    assert (0 if found is None else found["step"]) == steps[0]
-    for step in range(*steps):
-        _step(model, one, step)
-    pyps.torch.save(folder, model, one, step=steps[1], group=group)
-    return _numbers_of(model, kind)
-
-
-def _numbers_of(model: nn.Module, kind: str) -> list[float]:
-    """Return the whole parameters, on all ranks."""
-    if kind == "fully_shard":
-        return flat([p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]).tolist()
-    return (_whole(model) if kind in ("shard", "tied") else flat(model.parameters())).tolist()
-
-
-def through_checkpoint(
-    group: dist.ProcessGroup, folder: str, kind: str, shares: list[float], steps: list[int]
-) -> list[float]:
-    """Train between two steps in a stage, from a checkpoint of torch's and to one: the whole parameters."""
-    from torch.distributed import checkpoint as dcp
-
-    model, one = _made(kind, group, shares)
-    is_plain = kind in ("plain", "fully_shard")
-
-    def parts() -> dict[str, Any]:
-        optimizer = one.state_dict() if is_plain else part_state_dict(one)
-        return {"model": model.state_dict(), "optimizer": optimizer}
-
-    if steps[0]:
-        if is_plain:
-            _step(model, one, 0)  # makes a state, to load into
-        state = parts()
-        dcp.load(state, checkpoint_id=f"{folder}/{steps[0]}", process_group=group)
-        load_state_dict(model, state["model"]) if not is_plain else model.load_state_dict(state["model"])
-        one.load_state_dict(state["optimizer"]) if is_plain else load_state_dict(one, state["optimizer"])
-    else:
-        parts()  # one to load into: the optimizer still begins with its first step
-    for step in range(*steps):
-        _step(model, one, step)
-    dcp.save(parts(), checkpoint_id=f"{folder}/{steps[1]}", process_group=group)
-    return _numbers_of(model, kind)
-
-
-class Images(nn.Module):
-    """[n, 3, 4, 4] -> [n, 2]; its weights lie with their channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Conv2d(3, 5, 3), nn.Linear(5, 2)
-        self.to(memory_format=torch.channels_last, dtype=torch.float64)  # type: ignore[call-overload]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(self.first(x).mean((2, 3)))
-        return found
-
-
-def other_memory_orders(group: dist.ProcessGroup, folder: str) -> float:
-    """Return how far weights and states with channels last are off after a checkpoint, sharded and plain."""
-    x = torch.arange(96.0, dtype=torch.float64).sin().view(2, 3, 4, 4)
-    found = []
-    for is_sharded, loads in ((True, False), (True, True), (False, True), (False, None)):
-        model: Any = Images()
-        if is_sharded:
-            pyps.torch.shard(model, [0.4, 0.6] if loads else [0.7, 0.3], group)
-        one = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if loads:
-            pyps.torch.load(folder, model, one, group=group)
-        for _ in range(2 if loads is not None else 4):
-            model(x).square().sum().backward()
-            one.step()
-            one.zero_grad()
-        if loads is False:
-            pyps.torch.save(folder, model, one, step=1, group=group)
-        found.append(_whole(model) if is_sharded else flat(model.parameters()))
-    return max(off(found[1], found[3]), off(found[2], found[3]))
-
-
-def own_state_dict(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return what an optimizer's and a model's own state dicts say, and whether wholes and parts load."""
-    model, right = sharded(Net(), [0.7, 0.3], group), Net()
-    pair: list[tuple[Any, Any]] = [(m, OPTIMIZERS["AdamW"](groups(m))) for m in (model, right)]
-    for m, one in pair:
-        _step(m, one, 0)
-    state, whole = pair[0][1].state_dict(), pair[1][1].state_dict()
-    shapes = [
-        {k: {n: tuple(v.shape) for n, v in values.items()} for k, values in one["state"].items()}
-        for one in (state, whole)
-    ]
-    said = []
-    for one in (state, model.state_dict()):
-        try:
-            torch.save(one, io.BytesIO())
-        except InputError as error:
-            said.append(str(error))
-    for loaded in (whole, state):
-        pair[0][1].load_state_dict(loaded)
-    for m, one in pair:
-        _step(m, one, 1)
-    far = off(_whole(model), flat(right.parameters()))
-    return {"alike": shapes[0] == shapes[1], "said": said, "off": far}
-
-
-def _step(model: nn.Module, one: torch.optim.Optimizer, step: int) -> None:
+def all_step(model: nn.Module, one: torch.optim.Optimizer, step: int) -> None:
     """All ranks have all samples."""
     x, y = numbers(step, ROWS, torch.float64)
     nn.functional.mse_loss(model(x), y).backward()

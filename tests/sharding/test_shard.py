@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharding_checkpoint_jobs as saving
 import sharding_jobs as jobs
 from ranks import Ranks
 from sampled import sampled
@@ -128,32 +129,32 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("way", [jobs.through_checkpoint, jobs.through_save])
+@pytest.mark.parametrize("way", [saving.through_checkpoint, saving.through_save])
 @pytest.mark.parametrize(("before", "shares", "after", "others"), sampled(STAGES, 0, 3))
 def test_a_checkpoint_of_another_stage(
     ranks: Ranks, tmp_path: Path, before: str, shares: list[float], after: str, others: list[float], way: Any
 ) -> None:
     """Through torch.distributed.checkpoint, or pyps.torch.save, with other ranks and shares."""
-    (right,) = ranks.run(1, jobs.through_checkpoint, str(tmp_path / "a"), "plain", [1], [0, 6])
+    (right,) = ranks.run(1, saving.through_checkpoint, str(tmp_path / "a"), "plain", [1], [0, 6])
     ranks.run(3, way, str(tmp_path / "b"), before, shares, [0, 4])
     for found in ranks.run(2, way, str(tmp_path / "b"), after, others, [4, 6]):
         assert found == pytest.approx(right, abs=EXACT)
 
 
 def test_a_checkpoint_of_tied_parameters_that_one_rank_does_not_own(ranks: Ranks, tmp_path: Path) -> None:
-    right = ranks.run(2, jobs.through_save, str(tmp_path / "a"), "tied", [0.5, 0.5], [0, 6])
-    ranks.run(3, jobs.through_save, str(tmp_path / "b"), "tied", [0, 0.1, 0.9], [0, 4])
-    for found in ranks.run(2, jobs.through_save, str(tmp_path / "b"), "tied", [1, 0], [4, 6]):
+    right = ranks.run(2, saving.through_save, str(tmp_path / "a"), "tied", [0.5, 0.5], [0, 6])
+    ranks.run(3, saving.through_save, str(tmp_path / "b"), "tied", [0, 0.1, 0.9], [0, 4])
+    for found in ranks.run(2, saving.through_save, str(tmp_path / "b"), "tied", [1, 0], [4, 6]):
         assert found == pytest.approx(right[0], abs=EXACT)
 
 
 def test_a_checkpoint_of_weights_with_their_channels_last(ranks: Ranks, tmp_path: Path) -> None:
-    assert max(ranks.run(2, jobs.other_memory_orders, str(tmp_path))) < EXACT
+    assert max(ranks.run(2, saving.other_memory_orders, str(tmp_path))) < EXACT
 
 
 def test_an_optimizers_own_state_dict(ranks: Ranks) -> None:
     """It has parts, as the model's: they are loaded, and not pickled as if they were whole."""
-    for found in ranks.run(2, jobs.own_state_dict):
+    for found in ranks.run(2, saving.own_state_dict):
         assert found["alike"]
         assert len(found["said"]) == 2
         assert "this rank's part of a tensor, to be pickled; expected whole_state_dict()" in found["said"][0]
