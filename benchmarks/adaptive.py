@@ -30,7 +30,7 @@ from pyps.solver.online.decide import Split, best_split, round_seconds
 from pyps.solver.online.global_batch import RankDevice, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.schedule import proportional_split, round_sizes
-from pyps.worker.sampling import permutation
+from pyps.worker.data.sampling import permutation
 
 PACES, FIXED_SECONDS, SAMPLE_SECONDS, OVERHEAD_SECONDS = (1.0, 1.4, 2.0, 2.9), 0.020, 0.002, 0.013
 COSTS = [Line(pace * FIXED_SECONDS, pace * SAMPLE_SECONDS) for pace in PACES]

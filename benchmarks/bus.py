@@ -26,8 +26,8 @@ import pyps
 from pyps.formats.records import read_run
 from pyps.profiler.throttle import sleep_until
 from pyps.run.spec import cores
-from pyps.worker import binding
-from pyps.worker.bus import Emulated
+from pyps.worker.device import binding
+from pyps.worker.device.bus import Emulated
 
 LAYERS, WARM_UP = 8, 3
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

@@ -32,7 +32,7 @@ from pyps.formats import Jitter
 from pyps.simulate import Objective, Scenario, SimWorker, TorchObjective, simulate
 from pyps.store.policies import Policy
 from pyps.tasks import TrainingTask
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 Array = NDArray[np.float64]
 UNLIKE = 32  # workers with equal batches: four, and 28 that are ten times as slow

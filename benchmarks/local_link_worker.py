@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyps
 from pyps.profiler.throttle import sleep_until
 from pyps.torch import GlobalMean
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
 from text import load

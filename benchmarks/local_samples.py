@@ -29,8 +29,8 @@ from text import load
 from torch import nn
 from train import Transformer, loss_of
 
-from pyps.worker.loop import join
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.loop import join
 
 PAGE = "local-steps.md"
 LOSSES = (2.3, 2.2, 2.15)  # a run ends with the last

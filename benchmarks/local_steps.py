@@ -30,7 +30,7 @@ from pyps.formats import Jitter
 from pyps.simulate import Fault, LocalOptimizer, Scenario, SimWorker, simulate
 from pyps.solver.links import WIRE_BYTES
 from pyps.store.policies import policy_named
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "local_steps"))
 from text import CONTEXT, load

@@ -29,7 +29,7 @@ from pyps.formats.options import VARIABLES, declared
 from pyps.formats.records import StepRecord
 from pyps.report.report import Report
 from pyps.run import RunOptions
-from pyps.worker.loop import join
+from pyps.worker.step.loop import join
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from pyps.store.policies import SaPS as SaPS
     from pyps.store.policies import Softsync as Softsync
     from pyps.worker.arrays import ArrayModel as ArrayModel
-    from pyps.worker.attach import load_parameters as load_parameters
-    from pyps.worker.loop import Worker as Worker
-    from pyps.worker.loop import join as join
+    from pyps.worker.device.attach import load_parameters as load_parameters
+    from pyps.worker.step.loop import Worker as Worker
+    from pyps.worker.step.loop import join as join
 
 _HOME = {
     "ArrayModel": "pyps.worker.arrays",
@@ -60,9 +60,9 @@ _HOME = {
     "Snapshot": "pyps.native.values",
     "Store": "pyps.store",
     "StoreError": "pyps.errors",
-    "Worker": "pyps.worker.loop",
-    "join": "pyps.worker.loop",
-    "load_parameters": "pyps.worker.attach",
+    "Worker": "pyps.worker.step.loop",
+    "join": "pyps.worker.step.loop",
+    "load_parameters": "pyps.worker.device.attach",
 }
 __all__ = sorted(_HOME)
 

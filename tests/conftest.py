@@ -24,7 +24,7 @@ from programs import once
 if TYPE_CHECKING:
     from ranks import Ranks
 
-    from pyps.worker.loop import Worker
+    from pyps.worker.step.loop import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
@@ -108,7 +108,7 @@ def worker(shm: Path) -> Iterator[Worker]:
     """The only worker of a run of 3 epochs in batches of 10."""
     from worker_tools import SAMPLES  # here: most tests need no torch
 
-    from pyps.worker.loop import join
+    from pyps.worker.step.loop import join
 
     with join("run", 0, batches=[10], samples=3 * SAMPLES, seed=5) as alone:
         yield alone

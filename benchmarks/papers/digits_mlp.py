@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
 from pyps.simulate.problem import Vector
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 PIXELS, HIDDEN, CLASSES = 64, 32, 10
 SHAPES = ((PIXELS, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,))

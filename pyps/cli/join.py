@@ -19,8 +19,7 @@ from pyps.native.status import MemberState
 from pyps.remote import open_store
 from pyps.store.policies import DEFAULT_POLICY
 from pyps.store.store import Store
-from pyps.worker.agreement import agreement_of
-from pyps.worker.settings import Settings
+from pyps.worker.run.settings import Settings, agreement_of
 
 app = typer.Typer(add_completion=False)
 SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False}

@@ -15,7 +15,7 @@ import typer
 from pyps.cli.terminal import say
 from pyps.errors import InputError, how_to_install
 from pyps.remote.address import CLIENT_TIMEOUT_SECONDS, endpoint_parts, is_loopback
-from pyps.worker.notice import Signals
+from pyps.worker.run.notice import Signals
 
 if TYPE_CHECKING:
     from pyps.remote.server import Server

@@ -5,7 +5,7 @@ An option is a type: `DepthOption`. What may set it has a field or an argument `
     RunTable        (pyps.formats.mode)   [run] of a cluster file, and the options of `pyps-plan`
     RunOptions      (pyps.run.options)    the options of `pyps run`, and of Trainer of pyps.ray
     SimulateOptions (pyps.cli.simulate)   the options of `pyps simulate`
-    join            (pyps.worker.loop)    arguments
+    join            (pyps.worker.step.loop)    arguments
 
 Defaults stand there. None: as the plan says. The command lines (pyps.cli.options), the checks of limits and
 the reference page are made of these declarations. `VARIABLES` has what a user may set in the environment.

@@ -18,7 +18,7 @@ from pyps.formats.plan import TurnSchedule
 
 SETUP_SCHEMA: Final = "pyps.run/1"
 SETUP_FILE = "run.json"
-VARIABLE = "PYPS_RUN"  # of a worker's environment: what its launcher says of the run (pyps.worker.settings)
+VARIABLE = "PYPS_RUN"  # of a worker's environment: what its launcher says (pyps.worker.run.settings)
 
 
 class RankSetup(msgspec.Struct, frozen=True):

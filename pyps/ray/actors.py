@@ -19,7 +19,7 @@ from pyps.errors import InputError, how_to_install
 from pyps.formats.setup import SETUP_FILE
 from pyps.ray.servers import NearStore, ShardedStore, node_id
 from pyps.run.launcher import restore_signals
-from pyps.worker.settings import stored_elsewhere
+from pyps.worker.run.settings import stored_elsewhere
 
 NOTICE_SECONDS = 1.0  # between two looks at the nodes that are drained
 
@@ -50,7 +50,7 @@ class RankActor:
     def train(self, work: Work) -> tuple[int, str]:
         """Run the work: an exit code as a script's process has, and the traceback of what it raised.
 
-        When Ray drains the node, the worker leaves as on SIGTERM (pyps.worker.notice).
+        When Ray drains the node, the worker leaves as on SIGTERM (pyps.worker.run.notice).
         """
         trained = threading.Event()
         before = signal.signal(

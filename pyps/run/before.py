@@ -19,7 +19,7 @@ from pyps.errors import InputError
 from pyps.formats.events import EVENTS
 from pyps.formats.setup import SETUP_FILE
 from pyps.report.report import REPORT
-from pyps.worker.epochs import EPOCHS
+from pyps.worker.data.epochs import EPOCHS
 
 BEFORE = ".before"
 REPLACED = (SETUP_FILE, "plan.json", REPORT, "trace.json")

@@ -44,7 +44,7 @@ from pyps.run.store import RunStore
 from pyps.store.activity import StoreActivity, look
 from pyps.store.segments import segment_path
 from pyps.store.store import Store
-from pyps.worker.notice import LEFT, Signals
+from pyps.worker.run.notice import LEFT, Signals
 
 TICK_SECONDS = 0.05
 REMOTE_POLL_SECONDS = 0.5  # between two polls of a store on another host

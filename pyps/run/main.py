@@ -25,7 +25,7 @@ from pyps.run.launcher import Launcher, OnLine, OnNotice, RunInterrupted, Start,
 from pyps.run.options import RunOptions, StrPath
 from pyps.run.spec import RunSpec, prepare, write_setup
 from pyps.store.activity import StoreActivity
-from pyps.worker.agreement import check_agreed
+from pyps.worker.run.settings import check_agreed
 
 USED_UP = (
     "no step was trained here: the store's samples were used up before these ranks could join, at version "

@@ -17,7 +17,7 @@ from pyps.formats.mode import FROM_PLAN
 from pyps.metrics import check_sink
 from pyps.native.values import Codec
 from pyps.store.policies import Policy
-from pyps.worker.mode import ModeOptions
+from pyps.worker.run.mode import ModeOptions
 
 MAX_RESTARTS = 3
 GRACE_SECONDS = 8.0  # with the last checkpoint less than the 30 s that schedulers leave between their signals

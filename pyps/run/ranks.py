@@ -28,7 +28,7 @@ from pyps.solver.links import stated_links
 from pyps.solver.online.device import planned_compute_seconds
 from pyps.solver.online.prior import prior_of
 from pyps.solver.systems.r2sp import r2sp_schedule
-from pyps.worker.settings import ThrottleSpec
+from pyps.worker.run.settings import ThrottleSpec
 
 SAME_COST = 1e-3  # relative: fits of the same points on unlike machines
 

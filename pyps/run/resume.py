@@ -28,7 +28,7 @@ from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.report.report import REPORT, read_report
 from pyps.run.before import BEFORE, put_back
 from pyps.store.policies import Policy
-from pyps.worker.epochs import drop_undone_epochs
+from pyps.worker.data.epochs import drop_undone_epochs
 
 SAME_CLOCK_SECONDS = 60.0  # a time of day is corrected by less than that
 OWN_STORE = re.compile(r"run-\d+-[0-9a-f]{12}")  # the segment of one run alone, by a number that no other has

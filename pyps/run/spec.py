@@ -44,8 +44,8 @@ from pyps.run.resume import (
 from pyps.solver.constrained import paced_seconds
 from pyps.store.policies import Policy
 from pyps.store.store import Store
-from pyps.worker.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
-from pyps.worker.settings import Settings
+from pyps.worker.run.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
+from pyps.worker.run.settings import Settings
 
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)

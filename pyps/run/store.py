@@ -17,7 +17,7 @@ from pyps.remote.address import is_sharded
 from pyps.run.spec import RunSpec
 from pyps.store.activity import StoreActivity, look
 from pyps.store.store import Store
-from pyps.worker.agreement import check_agreed
+from pyps.worker.run.settings import check_agreed
 
 
 class RunStore:

@@ -25,8 +25,8 @@ from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.step.machine import even_steps
 from pyps.step.own import ADAM, share_of_way, way_of
-from pyps.worker.differences import OwnMoments
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.onward import OwnMoments
 
 if TYPE_CHECKING:
     from pyps.tasks import TrainingTask

@@ -29,7 +29,7 @@ def follows_own(rules: StepRules, optimizer: Optimizer, *, lookahead: bool) -> b
 
 def way_of(hyper: Hyper, optimizer: Optimizer, steps: int) -> float:
     """How far a gradient of ones moves a parameter down in its own step and those after, `steps` in all; for
-    Adam a difference of ones, as pyps.worker.differences gives it.
+    Adam a difference of ones, as pyps.worker.step.onward gives it.
     """
     if optimizer in ADAM:
         return hyper.lr * (1.0 - hyper.betas[0] ** steps)

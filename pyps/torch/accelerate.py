@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Subset
 from pyps.errors import InputError
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
 from pyps.torch.sampler import UnevenBatchSampler
-from pyps.worker.terms import terms_of
+from pyps.worker.step.terms import terms_of
 
 SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WITHOUT_GPUS = "cpu=True where there are no GPUs"

@@ -20,8 +20,8 @@ from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler, UnevenGroupSampler, least_groups
-from pyps.worker.packing import for_file, from_file
-from pyps.worker.sampling import MAX_SEED
+from pyps.worker.data.sampling import MAX_SEED
+from pyps.worker.local.packing import for_file, from_file
 
 STATE = "uneven.safetensors"  # in the folder of a library's checkpoint
 OPTIONS = {  # of a run, with their defaults

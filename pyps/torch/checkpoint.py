@@ -50,7 +50,7 @@ from pyps.torch.noise import GradientNoise
 from pyps.torch.peers import DTensor, is_divided, parameters_of
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.rounds import Rounds
-from pyps.worker.packing import join_shared, names_in, pack, unpack
+from pyps.worker.local.packing import join_shared, names_in, pack, unpack
 
 NOISE = "noise.json"  # in the folder of all checkpoints
 OF_A_RANK = (GlobalMean, Rebalancer)  # what has a state of its own on each rank

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pyps.errors import InputError
-from pyps.worker.terms import Number, Term
+from pyps.worker.step.terms import Number, Term
 
 ALIKE = 1e-9  # relative: shares that are this close are one number, divided in two ways
 NO_COUNT = math.nan  # a sum that is divided by nothing

@@ -5,11 +5,11 @@
     mean.backward(loss)                 # was loss.backward()
     mean.backward(loss, n=count)        # where the graph cannot say what the loss is a mean over
 
-The loss's own graph has kept what each of its means was divided by (pyps.worker.terms). One row of each rank
-says so to the others (pyps.agreement.rows). Then each term's gradient enters times N n / W: n is what this
-rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the gradient
-of the same loss on all samples, each term a mean over its own items. No communication hook and no forward
-hook takes part.
+The loss's own graph has kept what each of its means was divided by (pyps.worker.step.terms). One row of each
+rank says so to the others (pyps.agreement.rows). Then each term's gradient enters times N n / W: n is what
+this rank divided by, W the sum of that over N ranks. DDP and FSDP2 average over N, so the result is the
+gradient of the same loss on all samples, each term a mean over its own items. No communication hook and no
+forward hook takes part.
 
 Micro-batches under no_sync() count as one batch: their gradients enter times n, and are divided by W once all
 are reduced.
@@ -58,8 +58,7 @@ from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
 from pyps.torch.wrapped import OPEN, REDUCED, Wrapped, wrapped_models
-from pyps.worker.norms import OWN_BATCHES
-from pyps.worker.terms import OVER_ALL, Number, Term, are_of_samples, terms_of
+from pyps.worker.step.terms import OVER_ALL, OWN_BATCHES, Number, Term, are_of_samples, terms_of
 
 BackwardCall = Callable[[], Any]  # a backward pass
 _means: WeakSet[GlobalMean] = WeakSet()

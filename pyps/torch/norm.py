@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
-from pyps.worker.norms import normalized_by_batch
+from pyps.worker.step.terms import normalized_by_batch
 
 PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 TRAINED = "_pyps_has_trained"  # an attribute of layers that a GlobalMean has trained

@@ -36,7 +36,7 @@ from pyps.torch.schedule import (
     read_split,
     round_sizes,
 )
-from pyps.worker.sampling import MAX_SEED, permutation
+from pyps.worker.data.sampling import MAX_SEED, permutation
 
 OF_SAMPLES = BatchSampler.__iter__.__code__  # it makes batches of a sampler's samples
 KNOWN_ROUNDS = 256  # more than are handed out, but not trained

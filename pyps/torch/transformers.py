@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from pyps.errors import InputError
 from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
-from pyps.worker.terms import Term, terms_of
+from pyps.worker.step.terms import Term, terms_of
 
 ALIKE = 1e-5  # relative: numbers that are one, in float32
 

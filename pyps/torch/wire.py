@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch.waiting import Waiting
-from pyps.worker.quantize import (
+from pyps.worker.device.quantize import (
     INT4,
     INT8,
     SCALE_BYTES,

@@ -353,7 +353,7 @@ def test_a_merged_profile_allows_no_more_than_any_of_its_runs() -> None:
 
 
 def test_link_completes_a_profile(shell: Shell, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyps.worker.link_speed.SIZES_BYTES", (4096, 65536))
+    monkeypatch.setattr("pyps.worker.step.link_speed.SIZES_BYTES", (4096, 65536))
     measured(shell, "a.json")
     before = read_profile("a.json")
     done = shell("link", "a.json")

@@ -18,7 +18,7 @@ from pyps.formats import RunTable, options
 from pyps.formats.options import VARIABLES, check_limits, declared
 from pyps.formats.setup import VARIABLE
 from pyps.run import RunOptions
-from pyps.worker.loop import join
+from pyps.worker.step.loop import join
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDERS = (RunTable, RunOptions, SimulateOptions, join)

@@ -156,7 +156,7 @@ def taken(timer: Any) -> list[int]:
 
 def alone(steps: list[Any]) -> list[torch.Tensor]:
     """One process over the samples of these steps: the parameters."""
-    from pyps.worker.sampling import permutation
+    from pyps.worker.data.sampling import permutation
 
     model, every = network(0), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)

@@ -12,7 +12,7 @@ from device import DEVICE
 from torch.nn.parallel import DistributedDataParallel
 
 from pyps.torch.wire import GradientWire, install_wire, quantized_sum
-from pyps.worker.quantize import INT4, INT8
+from pyps.worker.device.quantize import INT4, INT8
 
 Group = dist.ProcessGroup
 

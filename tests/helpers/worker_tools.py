@@ -14,8 +14,8 @@ from device import DEVICE
 from threads import in_threads
 from torch import nn
 
-from pyps.worker.loop import Worker
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.loop import Worker
 
 RELATIVE = 1e-6
 SAMPLES = 60

@@ -12,7 +12,7 @@ from trained import BATCHES, GLOBAL_BATCH, LENGTH, SAMPLES, SEED
 
 from pyps.native.status import RankCounters
 from pyps.simulate import Result
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 OFF = {
     "f32": 1e-5,

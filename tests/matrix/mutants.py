@@ -40,13 +40,13 @@ MUTANTS = (
     ),
     Mutant(
         "local steps: the store takes the workers' mean instead of Nesterov momentum",
-        "pyps/worker/local_steps.py",
+        "pyps/worker/local/local_steps.py",
         "SGD(parameters, lr=OUTER.lr, momentum=OUTER.momentum, nesterov=OUTER.nesterov)",
         "SGD(parameters, lr=1.0)",
     ),
     Mutant(
         "clip_norm over several servers is refused at the first push",
-        "pyps/worker/attach.py",
+        "pyps/worker/device/attach.py",
         "if attachment.clip_norm and is_sharded(settings.store):",
         "if False and is_sharded(settings.store):",
     ),
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "local steps in a pipeline begin without the worker's last ones",
-        "pyps/worker/local_steps.py",
+        "pyps/worker/local/local_steps.py",
         "        for ways in self._travelling:\n            for p, way in zip(self._parameters, ways",
         "        for ways in ():\n            for p, way in zip(self._parameters, ways",
     ),

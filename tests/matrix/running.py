@@ -39,8 +39,8 @@ from pyps.solver.links import LinkSpec
 from pyps.solver.mode import Mode
 from pyps.solver.online.mode import ModeBalancer, ModeChange, TimedTransfer
 from pyps.store.policies import Policy
-from pyps.worker import attached
-from pyps.worker.settings import ThrottleSpec
+from pyps.worker.run.settings import ThrottleSpec
+from pyps.worker.step import attached
 
 SPLITS = ((2, 4, 2), (4, 4, 0))  # that a rebalanced cell changes to; in the second one rank rests
 SERVERS = {"link": 1, "shards": 2}

@@ -17,7 +17,7 @@ from torch import nn
 
 from pyps.native.values import OUTER, Hyper
 from pyps.simulate import LocalOptimizer
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
 
 SAMPLES = 64
 LENGTH = 33_024  # of `state`: more than a chunk, in whole blocks of every codec

@@ -21,7 +21,7 @@ from pyps.native.values import Claim, Codec, Config, Hyper, Optimizer, PushResul
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
 from pyps.store.staging import StagingBuffer
-from pyps.worker.client import StoreClient
+from pyps.worker.step.client import StoreClient
 
 LR = Hyper(lr=0.5)
 WAIT = 2  # PYPS_WAIT

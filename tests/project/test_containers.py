@@ -20,7 +20,7 @@ from pyps.formats.records import read_run
 from pyps.report.report import read_report
 from pyps.run.launcher import LAST_CHECKPOINT_SECONDS
 from pyps.run.options import GRACE_SECONDS
-from pyps.worker.notice import LEFT
+from pyps.worker.run.notice import LEFT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_start")]
 

@@ -42,9 +42,9 @@ HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # What a part must not import, wherever its layer is.
 BANNED = {
-    "pyps.simulate": ("pyps.store.store", "pyps.worker.loop", "pyps.run", "pyps.torch"),
-    "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker.loop", "pyps.run", "pyps.simulate"),
-    "pyps.run": ("torch", "pyps.worker.loop", "pyps.simulate", "pyps.torch"),
+    "pyps.simulate": ("pyps.store.store", "pyps.worker.step.loop", "pyps.run", "pyps.torch"),
+    "pyps.torch": ("pyps.store", "pyps.native", "pyps.worker.step.loop", "pyps.run", "pyps.simulate"),
+    "pyps.run": ("torch", "pyps.worker.step.loop", "pyps.simulate", "pyps.torch"),
     "pyps.sharding": ("pyps.store", "pyps.native", "pyps.worker", "pyps.run", "pyps.simulate"),
     "pyps.solver": ("torch", "pyps.native", "pyps.profiler.measure"),
     "pyps.profiler": ("pyps.native", "pyps.solver"),

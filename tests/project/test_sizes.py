@@ -28,7 +28,7 @@ MOST = {
     "pyps/store": 2_353,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     "pyps/torch": 7_140,  # samples shared by the cost of their lengths: 75 more; shares: 63
-    "pyps/worker": 7_959,  # a rank's constants are compared with those of the store: 14 more
+    "pyps/worker": 7_871,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_414,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_619,  # the cost of lengths: 71 more
     "csrc": 12_194,  # a claim that a signal took away is given again: 18 more, 10 in Python

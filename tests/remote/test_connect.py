@@ -22,8 +22,7 @@ from pyps.remote.server import Server
 from pyps.run import RunOptions, run
 from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import policy_named
-from pyps.worker.agreement import agreement_of
-from pyps.worker.settings import Settings
+from pyps.worker.run.settings import Settings, agreement_of
 
 
 def started(folder: Path, address: str, rank: int) -> subprocess.Popen[str]:

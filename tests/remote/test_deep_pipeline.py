@@ -19,7 +19,7 @@ from pyps.native.transfer import spans_of
 from pyps.native.values import Flat, PushResult
 from pyps.remote.server import Server
 from pyps.store.codec import Residual
-from pyps.worker.loop import join
+from pyps.worker.step.loop import join
 
 pytestmark = pytest.mark.slow
 

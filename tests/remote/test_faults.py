@@ -50,7 +50,7 @@ from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode
 from pyps.step.transfer import Ask
 from pyps.store import Store, codec
 from pyps.store.staging import push_request
-from pyps.worker.client import StoreClient
+from pyps.worker.step.client import StoreClient
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 SILENCE = 0.8

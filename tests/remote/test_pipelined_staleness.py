@@ -20,7 +20,7 @@ from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.policies import R2SP, Policy, SaPS, Softsync
-from pyps.worker.loop import Worker, join
+from pyps.worker.step.loop import Worker, join
 
 STEPS = 8  # of each worker
 LINK_SECONDS = 0.5  # that a pull takes

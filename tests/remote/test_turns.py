@@ -17,7 +17,7 @@ from pyps.remote.server import Server
 from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, R2SP
-from pyps.worker.client import StoreClient
+from pyps.worker.step.client import StoreClient
 
 HYPER = Hyper(lr=0.1)
 

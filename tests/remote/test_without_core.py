@@ -95,7 +95,7 @@ def test_what_needs_it_says_so(tmp_path: Path, what: str) -> None:
 
 def test_the_modules_that_a_worker_imports_are_the_same_elsewhere() -> None:
     """Import all that a worker, its keys, DDP and the planner need."""
-    names = "pyps.worker.loop, pyps.remote, pyps.torch, pyps.remote.keys, pyps.cli.plan"
+    names = "pyps.worker.step.loop, pyps.remote, pyps.torch, pyps.remote.keys, pyps.cli.plan"
     code = f"import elsewhere; elsewhere.hide(); import {names}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(HIDDEN[1]).parent, capture_output=True, text=True, timeout=60

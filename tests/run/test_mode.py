@@ -21,8 +21,8 @@ from pyps.native.values import Codec
 from pyps.profiler.select import fit_of
 from pyps.run import RunOptions
 from pyps.run.spec import RunSpec, prepare, write_setup
-from pyps.worker.mode import RankMode
-from pyps.worker.settings import Settings
+from pyps.worker.run.mode import RankMode
+from pyps.worker.run.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 TRAIN = """

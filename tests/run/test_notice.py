@@ -23,7 +23,7 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.remote.server import Server
 from pyps.report.report import read_report
 from pyps.store.store import Store
-from pyps.worker.notice import LEFT, Notice, Signals
+from pyps.worker.run.notice import LEFT, Notice, Signals
 
 BATCHES = (5, 3, 4)
 B = sum(BATCHES)
@@ -223,7 +223,7 @@ def test_copies_of_a_notice_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ASKED = """
 import os, signal, sys, time
-from pyps.worker.notice import Notice
+from pyps.worker.run.notice import Notice
 notice = Notice()
 notice.listen()
 notice.busy = {busy}

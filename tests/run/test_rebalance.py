@@ -20,7 +20,7 @@ from pyps.run import RunOptions, run
 from pyps.solver.online.balancer import Rules
 from pyps.solver.online.decide import Split, best_split, round_seconds
 from pyps.solver.ranks import cost_of
-from pyps.worker.step import Step
+from pyps.worker.step.step import Step
 
 Costs = tuple[tuple[float, float], ...]
 

@@ -36,12 +36,12 @@ from pyps.run import RunOptions, run
 from pyps.run.ranks import even_plan, rank_specs, throttles
 from pyps.run.spec import prepare, write_setup
 from pyps.store.policies import BSP
-from pyps.worker.settings import Settings, ThrottleSpec
+from pyps.worker.run.settings import Settings, ThrottleSpec
 
 
 def reference() -> dict[str, torch.Tensor]:
     """The same training by one process, with full batches and torch's own optimizer."""
-    from pyps.worker.sampling import indices
+    from pyps.worker.data.sampling import indices
 
     draws = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(LENGTH, 4, generator=draws), torch.randn(LENGTH, 1, generator=draws)

@@ -26,8 +26,8 @@ from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
 from pyps.run.ranks import even_plan
 from pyps.store.policies import BSP, R2SP
-from pyps.worker.loop import Worker
-from pyps.worker.settings import Settings
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker
 
 STEP_SECONDS = 0.12  # of the slowest rank
 TRAIN = """

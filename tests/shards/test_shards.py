@@ -57,8 +57,8 @@ from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import policy_named
 from pyps.store.segments import remove_all
 from pyps.store.staging import push_request
-from pyps.worker.attach import inspect, open_or_create
-from pyps.worker.settings import Settings
+from pyps.worker.device.attach import inspect, open_or_create
+from pyps.worker.run.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
 

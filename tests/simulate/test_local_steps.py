@@ -14,7 +14,7 @@ from pyps.errors import InputError
 from pyps.simulate import Fault, LocalOptimizer, Logistic, Scenario, SimWorker, TorchObjective, simulate
 from pyps.simulate.optimizer import Vector
 from pyps.tasks import TrainingTask
-from pyps.worker.loop import join
+from pyps.worker.step.loop import join
 
 SPLIT, SIZE = (12, 4, 8), 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 from pyps.checkpoint.folder import checkpoints, read_folder
-from pyps.worker.packing import names_in, pack, unpack
+from pyps.worker.local.packing import names_in, pack, unpack
 
 SPLIT = [5, 3]
 STEPS = 14  # two epochs and some

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
 from pyps.torch.wire import decode, encode, install_wire, packed_bytes
-from pyps.worker.quantize import INT4, INT8, BlockFormat
+from pyps.worker.device.quantize import INT4, INT8, BlockFormat
 
 FP32 = 1e-6  # relative: rounding of another order of summation
 HALF = {"bf16": 2**-7, "f16": 2**-10}  # two roundings, each of half a unit in the last place, and the sum's

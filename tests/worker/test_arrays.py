@@ -16,7 +16,7 @@ from pyps.checkpoint.state import save
 from pyps.errors import InputError
 from pyps.store.policies import Policy
 from pyps.worker.arrays import ArrayModel
-from pyps.worker.loop import Worker, join
+from pyps.worker.step.loop import Worker, join
 
 SAMPLES = 60
 INPUT, OUTPUT = X.shape[1], Y.shape[1]

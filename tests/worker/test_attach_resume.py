@@ -16,9 +16,9 @@ from pyps.formats.plan import TurnSchedule
 from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.policies import R2SP
-from pyps.worker.attach import hyper_of, inspect, open_or_create, set_planned_turns
-from pyps.worker.loop import join
-from pyps.worker.settings import Settings
+from pyps.worker.device.attach import hyper_of, inspect, open_or_create, set_planned_turns
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import join
 
 SPLIT = [6, 4]
 ROUNDS = 4  # of which the first half comes before the checkpoint

@@ -15,10 +15,10 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, run_threads, train
 
 import pyps
 from pyps.errors import InputError
-from pyps.worker.attach import load_parameters
-from pyps.worker.averages import find_buffers
-from pyps.worker.loop import Worker
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.device.attach import load_parameters
+from pyps.worker.device.averages import find_buffers
+from pyps.worker.step.loop import Worker
 
 pytestmark = [
     pytest.mark.usefixtures("shm"),

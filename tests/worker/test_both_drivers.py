@@ -15,9 +15,9 @@ from pyps.simulate.run import replay
 from pyps.step.events import Action, End, Event
 from pyps.step.machine import StepMachine
 from pyps.store.policies import Policy
-from pyps.worker.loop import Worker, join
-from pyps.worker.step import Step
-from pyps.worker.transport import Transport
+from pyps.worker.step.loop import Worker, join
+from pyps.worker.step.step import Step
+from pyps.worker.step.transport import Transport
 
 BATCH, CLAIMS, PART, LOCAL = 10, 6, 4, 2
 FREE = [name for name, kind in Policy.known.items() if kind().needs.allows_pipeline]

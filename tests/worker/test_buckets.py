@@ -15,12 +15,12 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 from pyps.errors import InputError
 from pyps.native.values import PushRequest, PushResult, Tensor
 from pyps.store.codec import Codec, Encoding, encode
-from pyps.worker import binding
-from pyps.worker.buckets import GradientBuckets, PinnedMemory, buckets_of
-from pyps.worker.bus import AtOnce, CudaBus
-from pyps.worker.loop import join
-from pyps.worker.step import Step
-from pyps.worker.transport import Transport
+from pyps.worker.device import binding
+from pyps.worker.device.buckets import GradientBuckets, PinnedMemory, buckets_of
+from pyps.worker.device.bus import AtOnce, CudaBus
+from pyps.worker.step.loop import join
+from pyps.worker.step.step import Step
+from pyps.worker.step.transport import Transport
 
 ELEMENTS = 2048
 

@@ -12,12 +12,13 @@ from worker_tools import OPTIMIZERS, SAMPLES, X, Y, backward, loss_of
 
 from pyps.native import local
 from pyps.native.values import PushRequest, PushResult
-from pyps.worker import attached, binding
-from pyps.worker.binding import Binding
-from pyps.worker.bus import Bus, Emulated, greatest_of
-from pyps.worker.loop import Worker, join
-from pyps.worker.step import Step
-from pyps.worker.transport import Transport
+from pyps.worker.device import binding
+from pyps.worker.device.binding import Binding
+from pyps.worker.device.bus import Bus, Emulated, greatest_of
+from pyps.worker.step import attached
+from pyps.worker.step.loop import Worker, join
+from pyps.worker.step.step import Step
+from pyps.worker.step.transport import Transport
 
 RATE = 1e9  # bytes a second
 WIDE = 400  # two chunks of parameters, and a tensor that is in both

@@ -15,8 +15,8 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.solver.links import LinkSlowdown, LinkSpec
 from pyps.solver.online.mode import ModeBalancer, TimedTransfer
 from pyps.store.policies import policy_named
-from pyps.worker.loop import Worker
-from pyps.worker.settings import Settings, ThrottleSpec
+from pyps.worker.run.settings import Settings, ThrottleSpec
+from pyps.worker.step.loop import Worker
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from worker_tools import (
 
 from pyps.errors import InputError
 from pyps.remote.server import Server
-from pyps.worker.attach import inspect
-from pyps.worker.loop import join
+from pyps.worker.device.attach import inspect
+from pyps.worker.step.loop import join
 
 CLIP_NORM = 0.3  # of a norm of about 1
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from worker_tools import RELATIVE, X, Y, distance, loss_of, make_model, run_threads
 
-from pyps.worker.attach import load_parameters
-from pyps.worker.loop import join
+from pyps.worker.device.attach import load_parameters
+from pyps.worker.step.loop import join
 
 SPLIT = (6, 4)
 

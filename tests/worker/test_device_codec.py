@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyps.errors import InputError, NotFinite
 from pyps.native.values import Codec, Encoding, NonFinite
 from pyps.store import codec as reference
-from pyps.worker.buckets import encode
+from pyps.worker.device.buckets import encode
 
 CODECS = [Codec.INT8, Codec.INT4]
 

@@ -14,10 +14,10 @@ from worker_tools import backward, distance
 from pyps.errors import Diverged, InputError
 from pyps.native.values import PushRequest, PushResult, Tensor
 from pyps.store.staging import StagingBuffer
-from pyps.worker.direct import LEAST_ELEMENTS, DirectGradients
-from pyps.worker.loop import Worker, join
-from pyps.worker.step import Step
-from pyps.worker.transport import Transport
+from pyps.worker.device.buckets import LEAST_ELEMENTS, DirectGradients
+from pyps.worker.step.loop import Worker, join
+from pyps.worker.step.step import Step
+from pyps.worker.step.transport import Transport
 
 WIDE = LEAST_ELEMENTS // 64
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))

@@ -18,9 +18,9 @@ from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
 from pyps.solver.links import LinkSpec
 from pyps.store.policies import ASP, BSP
-from pyps.worker.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
-from pyps.worker.loop import Worker
-from pyps.worker.settings import Settings, ThrottleSpec
+from pyps.worker.run.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
+from pyps.worker.run.settings import Settings, ThrottleSpec
+from pyps.worker.step.loop import Worker
 
 PROFILE = {
     "schema": "pyps.profile/1",

@@ -19,8 +19,8 @@ from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.native.status import MemberState
 from pyps.native.values import Role
-from pyps.worker import epochs as module
-from pyps.worker.epochs import EPOCHS, Epochs, drop_undone_epochs
+from pyps.worker.data import epochs as module
+from pyps.worker.data.epochs import EPOCHS, Epochs, drop_undone_epochs
 
 LENGTH, B = 40, 8
 

@@ -13,7 +13,7 @@ from worker_tools import X, Y, backward, loss_of, make_model
 from pyps.formats.records import read_run
 from pyps.native.transfer import TransferRequest
 from pyps.store.policies import Policy
-from pyps.worker.loop import Worker, join
+from pyps.worker.step.loop import Worker, join
 
 
 class Counted:

@@ -14,7 +14,7 @@ from pyps.formats.records import read_run
 from pyps.simulate import Fault, Scenario, SimWorker, simulate
 from pyps.step.machine import StepRules, has_run_ahead
 from pyps.store.policies import Policy
-from pyps.worker.loop import join
+from pyps.worker.step.loop import join
 
 DEPTH, ROUNDS, LAST, BATCH = 4, 30, 11, 4
 STEP_SECONDS, AWAY_SECONDS, AWAY_ROUND = 0.04, 0.8, 8

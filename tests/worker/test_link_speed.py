@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyps.errors import InputError
-from pyps.worker import link_speed as link
+from pyps.worker.step import link_speed as link
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ from pyps.errors import InputError
 from pyps.native.values import Codec, Hyper, PushResult
 from pyps.store import Store
 from pyps.store.policies import policy_named
-from pyps.worker import local_state
-from pyps.worker.local_state import LocalState
-from pyps.worker.local_steps import LocalSteps
-from pyps.worker.packing import for_file
-from pyps.worker.settings import Settings
+from pyps.worker.local import local_state
+from pyps.worker.local.local_state import LocalState
+from pyps.worker.local.local_steps import LocalSteps
+from pyps.worker.local.packing import for_file
+from pyps.worker.run.settings import Settings
 
 
 def settings_of(folder: Path | None, rank: int = 0, **more: Any) -> Settings:

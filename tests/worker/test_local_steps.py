@@ -36,10 +36,10 @@ from pyps.errors import Diverged, InputError
 from pyps.native.values import Codec
 from pyps.step.machine import even_steps
 from pyps.store.policies import Policy, policy_named
-from pyps.worker.local_steps import LocalSteps, with_local_steps
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
-from pyps.worker.settings import Settings
+from pyps.worker.data.sampling import indices
+from pyps.worker.local.local_steps import LocalSteps, with_local_steps
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker, join
 
 SEED = 5
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -28,9 +28,9 @@ from pyps.profiler.host_memory import (
     groups,
 )
 from pyps.store.policies import HPS
-from pyps.worker.loop import Worker
-from pyps.worker.memory import SHARE, MemoryBudget, budget_bytes
-from pyps.worker.settings import Settings
+from pyps.worker.run.memory import SHARE, MemoryBudget, budget_bytes
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker
 
 MIB = 1 << 20
 MODEL = Memory(fixed_bytes=100, bytes_per_sample=10.0, budget_bytes=1000)
@@ -197,7 +197,7 @@ def test_tasks_shrink_with_memory_and_the_global_batch_stays(
     def budget(device: torch.device, neighbours: int) -> int:
         return 145 if 4 <= workers[1].steps < 9 else 400  # 4 samples, or 30
 
-    monkeypatch.setattr("pyps.worker.memory.budget_bytes", budget)  # only rank 1 has a memory model
+    monkeypatch.setattr("pyps.worker.run.memory.budget_bytes", budget)  # only rank 1 has a memory model
 
     def body(rank: int) -> None:
         model = make_model()
@@ -232,8 +232,8 @@ import torch
 from pyps.formats import Memory
 from pyps.profiler.host_memory import groups
 from pyps.store.policies import HPS
-from pyps.worker.settings import Settings
-from pyps.worker.loop import Worker
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker
 torch.set_num_threads(1)
 assert next(groups())[0].name == folder.name, list(groups())
 memory = Memory(fixed_bytes=0, bytes_per_sample=1 << 20, budget_bytes=1)

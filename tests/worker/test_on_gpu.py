@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 from worker_tools import OPTIMIZERS, SAMPLES, backward, distance, loss_of, run_threads
 
 from pyps.checkpoint.state import save
-from pyps.worker import binding
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.device import binding
+from pyps.worker.step.loop import Worker, join
 
 pytestmark = [needs_cuda, pytest.mark.usefixtures("shm")]
 
@@ -279,7 +279,7 @@ def test_a_worker_by_free_gpu_memory(worker: Worker) -> None:
     """hps: the batch is what fits, by the profile's memory model."""
     from pyps.formats import Memory
     from pyps.store.policies import HPS
-    from pyps.worker.settings import Settings
+    from pyps.worker.run.settings import Settings
 
     worker.close()
     free, _ = torch.cuda.mem_get_info()

@@ -14,10 +14,9 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 from pyps.native.values import Hyper, Optimizer, PushRequest, Tensor
 from pyps.remote.server import Server
 from pyps.step.own import way_of
-from pyps.worker.differences import OwnMoments
-from pyps.worker.loop import join
-from pyps.worker.onward import Onward
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.loop import join
+from pyps.worker.step.onward import Onward, OwnMoments
 
 KINDS: dict[str, dict[str, Any]] = {
     "sgd": {},

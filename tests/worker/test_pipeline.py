@@ -40,11 +40,11 @@ from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.background import BackgroundThread
-from pyps.worker.client import Transfer
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
-from pyps.worker.step import Outcome
-from pyps.worker.transport import Overlapped
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.client import Transfer
+from pyps.worker.step.loop import Worker, join
+from pyps.worker.step.step import Outcome
+from pyps.worker.step.transport import Overlapped
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from pyps.formats.records import read_run
 from pyps.native.values import Codec
 from pyps.store.codec import decode
 from pyps.store.policies import ASP, BSP, policy_named
-from pyps.worker.loop import Worker
-from pyps.worker.mode import ModeOptions, RankMode
-from pyps.worker.settings import Settings
+from pyps.worker.run.mode import ModeOptions, RankMode
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker
 
 pytestmark = pytest.mark.slow
 

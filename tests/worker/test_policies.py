@@ -17,7 +17,7 @@ from pyps.native.values import Hyper, PushResult
 from pyps.store import Store
 from pyps.store.policies import R2SP, Policy, SaPS, Softsync
 from pyps.store.staging import StagingBuffer
-from pyps.worker.loop import Worker, join
+from pyps.worker.step.loop import Worker, join
 
 LR = 0.5
 

@@ -15,8 +15,8 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, run_threa
 import pyps
 from pyps.errors import InputError
 from pyps.formats.records import read_run
-from pyps.worker.loop import Worker
-from pyps.worker.position import RunPosition, RunSchedule, warn_of_other_constants
+from pyps.worker.run.position import RunPosition, RunSchedule, warn_of_other_constants
+from pyps.worker.step.loop import Worker
 
 pytestmark = pytest.mark.usefixtures("shm")
 Scheduler = schedulers.LRScheduler

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from pyps.errors import InputError
-from pyps.worker.loader import fingerprint_of
-from pyps.worker.samples import (
+from pyps.worker.data.loader import fingerprint_of
+from pyps.worker.data.samples import (
     Columns,
     Draw,
     MapStyle,

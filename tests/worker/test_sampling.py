@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.errors import InputError
-from pyps.worker.sampling import indices, permutation
+from pyps.worker.data.sampling import indices, permutation
 
 FIXED = settings(derandomize=True, deadline=None)
 

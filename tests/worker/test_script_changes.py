@@ -23,8 +23,8 @@ from worker_tools import (
 )
 
 from pyps.errors import InputError
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.loop import Worker, join
 
 SPLIT = (6, 4)
 ROUNDS = 4

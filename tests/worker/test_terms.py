@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.modules import loss as torchs
 
 from pyps.errors import InputError
-from pyps.worker.terms import Term, terms_of
+from pyps.worker.step.terms import Term, terms_of
 
 EXACT = 1e-13
 ROWS, CLASSES = 11, 5

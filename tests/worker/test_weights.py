@@ -12,8 +12,8 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from worker_tools import DEVICE, RELATIVE, SAMPLES, backward, distance, run_threads
 
 from pyps.errors import InputError
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
+from pyps.worker.data.sampling import indices
+from pyps.worker.step.loop import Worker, join
 
 TOKENS, CLASSES, ROUNDS = 7, 4, 6
 SPLIT = (9, 2, 4)

@@ -37,9 +37,9 @@ from pyps.formats import read_plan
 from pyps.formats.records import read_run
 from pyps.store import Store
 from pyps.store.policies import policy_named
-from pyps.worker.loop import Worker, join
-from pyps.worker.sampling import indices
-from pyps.worker.settings import Settings, ThrottleSpec
+from pyps.worker.data.sampling import indices
+from pyps.worker.run.settings import Settings, ThrottleSpec
+from pyps.worker.step.loop import Worker, join
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)

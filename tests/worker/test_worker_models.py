@@ -34,9 +34,9 @@ from pyps.formats.records import RecordWriter, read_records, record_path
 from pyps.formats.setup import VARIABLE
 from pyps.store import Store
 from pyps.store.policies import BSP
-from pyps.worker.attach import inspect, load_parameters
-from pyps.worker.loop import Worker, join
-from pyps.worker.settings import Settings
+from pyps.worker.device.attach import inspect, load_parameters
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.loop import Worker, join
 
 
 class Odd(nn.Module):

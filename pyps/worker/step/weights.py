@@ -1,7 +1,7 @@
 """The weights of a worker's gradients: in the sum of a step's micro-batches, and in their round's mean.
 
 A gradient weighs as much as the loss was divided by: its samples, its targets, the sum of their class
-weights. `worker.backward(loss)` reads that from the loss's graph (pyps.worker.terms). After a plain
+weights. `worker.backward(loss)` reads that from the loss's graph (pyps.worker.step.terms). After a plain
 `loss.backward()` the graph is freed: it still tells how many values a mean was over and that there were class
 weights, and no longer how many targets counted. So such a gradient counts by its samples, and in a round it
 is refused where the rest of the graph shows another divisor.
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from pyps.errors import InputError
-from pyps.worker.binding import Binding
-from pyps.worker.step import Step
-from pyps.worker.terms import LINEAR, MEAN, PRODUCTS, REDUCTIONS, SUMS_OF_LOSSES, Node, Term, terms_of
+from pyps.worker.device.binding import Binding
+from pyps.worker.step.step import Step
+from pyps.worker.step.terms import LINEAR, MEAN, PRODUCTS, REDUCTIONS, SUMS_OF_LOSSES, Node, Term, terms_of
 
 ALIKE = 1e-6  # relative: sums of class weights are fp32
 MOST_NODES = 2000  # of a freed graph that are looked at

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
 from pyps.native.values import Claim, DataSet
-from pyps.worker.samples import Source, Task, join_batches
-from pyps.worker.sampling import indices
-from pyps.worker.settings import Settings
+from pyps.worker.data.samples import Source, Task, join_batches
+from pyps.worker.data.sampling import indices
+from pyps.worker.run.settings import Settings
 
 OWN_OPTIONS = (
     "batch_size",

@@ -35,21 +35,31 @@ from pyps.step.events import Abort, Continue, Control, Finish
 from pyps.step.machine import even_steps, next_part
 from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
-from pyps.worker.agreement import check_agreed
-from pyps.worker.attach import Attachment, check_same, hyper_of, inspect, open_or_create, set_planned_turns
-from pyps.worker.attached import Attached, attached
-from pyps.worker.averages import plain_name
-from pyps.worker.binding import Binding
-from pyps.worker.checks import DivergenceCheck, shorten_tracebacks
-from pyps.worker.epochs import Epochs, OnEpoch
-from pyps.worker.feed import BatchFeed
-from pyps.worker.loader import LoaderOptions, RoundForecast
-from pyps.worker.local_steps import LocalStepsArgument, local_steps_of, stored_optimizer, with_local_steps
-from pyps.worker.mode import ModeOptions
-from pyps.worker.moments import with_moments
-from pyps.worker.notice import Notice
-from pyps.worker.optimizer import OptimizerArgument, as_optimizers
-from pyps.worker.position import (
+from pyps.worker.data.epochs import Epochs, OnEpoch
+from pyps.worker.data.loader import LoaderOptions, RoundForecast
+from pyps.worker.data.samples import Collate, make_source, warn_of_a_stream_anew
+from pyps.worker.device.attach import (
+    Attachment,
+    OptimizerArgument,
+    as_optimizers,
+    check_same,
+    hyper_of,
+    inspect,
+    open_or_create,
+    set_planned_turns,
+)
+from pyps.worker.device.averages import plain_name
+from pyps.worker.device.binding import Binding
+from pyps.worker.local.local_state import with_moments
+from pyps.worker.local.local_steps import (
+    LocalStepsArgument,
+    local_steps_of,
+    stored_optimizer,
+    with_local_steps,
+)
+from pyps.worker.run.mode import ModeOptions
+from pyps.worker.run.notice import Notice
+from pyps.worker.run.position import (
     ON_SCHEDULE,
     RunPosition,
     RunSchedule,
@@ -57,10 +67,11 @@ from pyps.worker.position import (
     ScheduleUnit,
     warn_of_other_constants,
 )
-from pyps.worker.samples import Collate, make_source, warn_of_a_stream_anew
-from pyps.worker.settings import Settings
-from pyps.worker.step import Outcome, Step, number_of
-from pyps.worker.transport import Transport
+from pyps.worker.run.settings import Settings, check_agreed
+from pyps.worker.step.attached import Attached, DivergenceCheck, attached, shorten_tracebacks
+from pyps.worker.step.feed import BatchFeed
+from pyps.worker.step.step import Outcome, Step, number_of
+from pyps.worker.step.transport import Transport
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -115,7 +126,7 @@ class Worker:
     the policy before. `skipped` counts the steps whose gradient was not finite.
 
     On SIGTERM the worker finishes its step (of one in micro-batches, those begun), pushes it, gives back what
-    it has claimed, and raises SystemExit(143) in batches(); see pyps.worker.notice.
+    it has claimed, and raises SystemExit(143) in batches(); see pyps.worker.run.notice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -274,8 +285,8 @@ class Worker:
         prefetch: batches that each loader process loads in advance, as far as claims are known.
         sharded: an IterableDataset that gives each rank and loader process its part by itself; otherwise each
             takes its share of one stream. A stream that ends begins again.
-        on_epoch: a validation (pyps.worker.epochs): called with the number of finished epochs, on one rank,
-            with the newest parameters in the model. Rounds wait for it, at most the round timeout.
+        on_epoch: a validation (pyps.worker.data.epochs): called with the number of finished epochs, on one
+            rank, with the newest parameters in the model. Rounds wait for it, at most the round timeout.
         pin_memory, loader_options: torch's DataLoader's: timeout, worker_init_fn ...
 
         Which sample a position means depends on the seed alone, and so do random numbers: torch, NumPy and

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from pyps.native.values import Claim
-from pyps.worker.client import StoreClient
-from pyps.worker.loader import Loader, LoaderOptions, Positions, RoundForecast
-from pyps.worker.samples import Draw, Source, seed_generators
-from pyps.worker.step import Step
+from pyps.worker.data.loader import Loader, LoaderOptions, Positions, RoundForecast
+from pyps.worker.data.samples import Draw, Source, seed_generators
+from pyps.worker.step.client import StoreClient
+from pyps.worker.step.step import Step
 
 
 class Waits:

@@ -86,7 +86,7 @@ def _alone(model: Any, steps: int, ended: Callable[[], None]) -> None:
 def _worked(model: Any, steps: int, ended: Callable[[], None]) -> None:
     import torch
 
-    from pyps.worker.loop import join
+    from pyps.worker.step.loop import join
 
     x = torch.ones(1, 1, device=model.weight.device)
     with join(f"link-{os.getpid()}", 0, batches=[1], samples=steps + 1, policy="asp") as worker:

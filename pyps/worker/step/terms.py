@@ -20,9 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyps.errors import InputError
 
+OWN_BATCHES = "the model's BatchNorm takes its statistics from each rank's own batch, small on slow ranks"
 Node = Any  # torch.autograd.graph.Node, whose saved values no stub declares
 Number = float | torch.Tensor  # a tensor of no dimensions
 
@@ -559,3 +562,8 @@ HINTS = {
     "_AllReduceBackward": "this rank's own loss, not one that is already reduced over ranks",
     "AllReduceBackward": "this rank's own loss, not one that is already reduced over ranks",
 }
+
+
+def normalized_by_batch(model: nn.Module) -> list[_BatchNorm]:
+    """Return those that train on the statistics of a batch."""
+    return [layer for layer in model.modules() if layer.training and isinstance(layer, _BatchNorm)]

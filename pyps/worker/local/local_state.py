@@ -4,6 +4,11 @@ Where the run has a folder, each push has its file there (pyps.checkpoint.local_
 kept. The store says which pushes are in its last saved states: their files stay, so a worker on another host
 than the checkpoints goes on from any of them. A file appears whole or not at all. It is not synced: what a
 crash of the machine takes, the last checkpoint has.
+
+With `average_moments` the store holds the moments as averaged tensors (pyps.worker.device.averages): after a
+round each worker has the mean of all workers' moments, weighted by samples. Adam's counts of steps are
+averaged with them, for workers take unlike numbers of steps: a moment and the correction of its bias stay of
+one age.
 """
 
 from __future__ import annotations
@@ -11,21 +16,24 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from pyps.checkpoint.folder import find_checkpoint, read_manifest
 from pyps.checkpoint.local_states import (
     FOLDER,
     checkpoint_file,
     checkpoint_residual,
+    moment_name,
     residual_file,
     state_file,
     states_of,
@@ -33,9 +41,19 @@ from pyps.checkpoint.local_states import (
 from pyps.errors import InputError
 from pyps.formats.files import open_plain, temporary_beside
 from pyps.native.values import Flat
-from pyps.worker.packing import for_file, from_file
-from pyps.worker.settings import Settings
+from pyps.worker.device.attach import Attachment
+from pyps.worker.device.averages import BufferPace
+from pyps.worker.local.packing import for_file, from_file
+from pyps.worker.run.settings import Settings
 
+STEP = "step"
+KEYS: Final[dict[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: (STEP, "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: (STEP, "exp_avg", "exp_avg_sq"),
+}  # all that the optimizer's state of a parameter has
+if hasattr(torch.optim, "Muon"):  # torch 2.9 brought it
+    KEYS[torch.optim.Muon] = ("momentum_buffer",)
 KEEP_FILES = 2  # the newest, and one more for each step under way
 KEEP_SAVED = 2  # the checkpoint being written may not become whole
 RESIDUAL = "residual"
@@ -192,3 +210,67 @@ def _pushes_in(folder: Path, rank: int) -> int | None:
         return int(read_manifest(folder).state["ranks"][rank]["total"]["pushes"])
     except (LookupError, TypeError, ValueError):
         return None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One tensor of an optimizer's state of one parameter; the optimizer may put another there."""
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
+    key: str
+    pace: BufferPace = field(default=BufferPace(1.0), init=False)
+    module: Any = field(default=None, init=False)
+    counts: bool = field(default=False, init=False)
+
+    @property
+    def value(self) -> torch.Tensor:
+        found: torch.Tensor = self.optimizer.state[self.parameter][self.key]
+        return found
+
+
+def with_moments(
+    attachment: Attachment, optimizers: Sequence[torch.optim.Optimizer], settings: Settings
+) -> Attachment:
+    """The attachment, with the moments of the optimizers of local steps behind its buffers.
+
+    Raises InputError without local steps, in a pipeline, and for an optimizer whose state is not known.
+    """
+    if not settings.local_steps or settings.depth > 1:
+        where = "in a pipeline" if settings.local_steps else "without local steps"
+        raise InputError("attach", "average_moments", f"True {where}", "local steps, one push at a time")
+    moments = tuple(_moments(attachment, optimizers))
+    if not moments:
+        raise InputError(
+            "attach", "average_moments", "optimizers without moments", "momentum above 0, or Adam"
+        )
+    return replace(attachment, buffers=(*attachment.buffers, moments))
+
+
+def _moments(attachment: Attachment, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Moment]:
+    names = {id(entry.parameter): entry.name for entry in attachment.entries}
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        for group in optimizer.param_groups:
+            if kind not in KEYS or group.get("amsgrad"):
+                found = f"{kind.__name__}{' with amsgrad' * (kind in KEYS)}"
+                raise InputError("attach", "average_moments", found, "SGD, Adam, AdamW or Muon")
+            for p in group["params"]:
+                if id(p) in names and group.get("momentum", 1.0) > 0.0:
+                    _begin(optimizer, group, p)
+                    for key in KEYS[kind]:
+                        yield Moment(moment_name(names[id(p)], key), optimizer, p, key)
+
+
+def _begin(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> None:
+    """Give the optimizer the state that it would begin its first step with."""
+    state = optimizer.state[p]
+    if state:
+        return
+    on_device = group.get("capturable") or group.get("fused")
+    for key in KEYS[type(optimizer)]:
+        if key == STEP:
+            state[key] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else None)
+        else:
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)

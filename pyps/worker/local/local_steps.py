@@ -26,10 +26,9 @@ from torch import nn
 from pyps.errors import InputError
 from pyps.native.values import OUTER, Codec, Flat, PushResult
 from pyps.store.store import Store
-from pyps.worker.attach import Entry
-from pyps.worker.local_state import LocalState
-from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.settings import Settings
+from pyps.worker.device.attach import Entry, OptimizerSteps
+from pyps.worker.local.local_state import LocalState
+from pyps.worker.run.settings import Settings
 
 LocalStepsArgument = int | Literal["plan"]
 

@@ -1,10 +1,15 @@
 """The settings of one worker of a run, and the environment variable that carries them from the launcher.
 
 `Settings.to_env` writes the variable and `Settings.from_env` reads it: JSON, with the version of its layout.
+
+All workers of a run have the plan, the seed, the policy and the samples alike. The worker that creates the
+store brings them, and every other one is compared with the store. A plan is known by the batches of its
+ranks: what it predicts may differ between hosts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -19,14 +24,15 @@ from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.formats.files import learnt
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import VARIABLE
-from pyps.native.values import STAGING_BUFFERS, Codec, CostModel, Encoding
+from pyps.native.decisions import PolicyParams
+from pyps.native.values import STAGING_BUFFERS, Agreement, Codec, CostModel, Encoding
 from pyps.solver.links import LinkSpec
 from pyps.solver.mode import Mode
 from pyps.store.codec import fed_back
 from pyps.store.policies import Policy, policy_named
 from pyps.store.store import Store
-from pyps.worker.emulated_link import EmulatedLinks, FarStore
-from pyps.worker.mode import ModeOptions, RankMode, choices_of, launched_mode, launched_policy
+from pyps.worker.run.emulated_link import EmulatedLinks, FarStore
+from pyps.worker.run.mode import ModeOptions, RankMode, choices_of, launched_mode, launched_policy
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -278,3 +284,44 @@ def stored_elsewhere(env: Mapping[str, str], address: str) -> dict[str, str]:
 def _refuse(text: str, why: str) -> NoReturn:
     expected = "JSON as the launcher writes it; to start a worker by hand, give pyps.join() its arguments"
     raise InputError("environment", VARIABLE, f"{text[:60]!r} ({why})", expected)
+
+
+def agreement_of(settings: Settings) -> Agreement:
+    """Return what a store is created with."""
+    if not settings.batches:
+        return Agreement()
+    text = ",".join(map(str, settings.batches)).encode()
+    return Agreement(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()), settings.seed)
+
+
+def check_agreed(store: Store, settings: Settings) -> None:
+    """Raise InputError, naming what differs, if the store belongs to a run with other settings than these."""
+    layout, mine = store.layout, agreement_of(settings)
+    if layout.plan and mine.plan and layout.plan != mine.plan:
+        found = f"batches {', '.join(map(str, settings.batches))}"
+        _refuse_unlike(store, "plan", found, "the plan of the host that created it")
+    if layout.plan and layout.seed != settings.seed:
+        _refuse_unlike(store, "seed", str(settings.seed), f"{layout.seed}, as in the store")
+    if (settings.launched or settings.samples) and layout.samples != settings.samples:
+        _refuse_unlike(store, "samples", str(settings.samples), f"{layout.samples}, as in the store")
+    if settings.launched and (expected := _other_policy(store, settings.policy)):
+        _refuse_unlike(store, "policy", str(settings.policy), f"{expected}, as in the store")
+
+
+def _other_policy(store: Store, mine: Policy) -> str:
+    """Return what the store's policy has where `mine` has something else; empty: they are the same."""
+    number = store.layout.policy
+    if mine.number != number:
+        names = [name for name, kind in Policy.known.items() if kind.number == number]
+        return names[0] if names else "the policy that its creator wrote"
+    params = store.policy_params()
+    for field in fields(PolicyParams):
+        theirs = getattr(params, field.name)
+        if theirs != getattr(mine.params(), field.name):
+            return f"{mine.name} with {field.name.rstrip('_')} {theirs}"
+    return ""
+
+
+def _refuse_unlike(store: Store, field: str, found: str, expected: str) -> None:
+    give = "give all hosts and workers of a run the same plan, seed, policy and samples"
+    raise InputError(f"store {store.name!r}", field, found, f"{expected}; {give}")

@@ -1,12 +1,22 @@
-"""Define what a worker has once a model is attached, and how it is put together."""
+"""Define what a worker has once a model is attached, how it is put together, and how misuse is shown."""
 
 from __future__ import annotations
 
+import math
+import sys
+import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from pyps.errors import Diverged, InputError, InvalidArgument
 from pyps.formats.mode import WorkerMode
 from pyps.native.decisions import PolicyNeeds
 from pyps.native.values import Codec, Encoding, PushRequest
@@ -15,21 +25,22 @@ from pyps.step.machine import StepRules
 from pyps.step.own import follows_own, share_of_way
 from pyps.store.codec import name_of
 from pyps.store.store import Store
-from pyps.worker.attach import Attachment, hyper_of
-from pyps.worker.binding import Binding
-from pyps.worker.checks import ScriptChanges
-from pyps.worker.client import StoreClient
-from pyps.worker.local_steps import LocalSteps
-from pyps.worker.memory import AnnouncedBudget
-from pyps.worker.norms import OWN_BATCHES, normalized_by_batch
-from pyps.worker.onward import Onward, own_vectors
-from pyps.worker.optimizer import OptimizerSteps
-from pyps.worker.position import RuleWatch, RunSchedule
-from pyps.worker.settings import Settings
-from pyps.worker.step import Step
-from pyps.worker.transport import StepCallback, Transport, check_depth, extra_buffers
-from pyps.worker.weights import Weights
+from pyps.worker.device.attach import Attachment, OptimizerSteps, hyper_of
+from pyps.worker.device.binding import Binding
+from pyps.worker.local.local_steps import LocalSteps
+from pyps.worker.run.memory import AnnouncedBudget
+from pyps.worker.run.position import RuleWatch, RunSchedule
+from pyps.worker.run.settings import Settings
+from pyps.worker.step.client import StoreClient
+from pyps.worker.step.onward import Onward, own_vectors
+from pyps.worker.step.step import Step
+from pyps.worker.step.terms import OWN_BATCHES, normalized_by_batch
+from pyps.worker.step.transport import StepCallback, Transport, check_depth, extra_buffers
+from pyps.worker.step.weights import Weights
 
+LOOK_EVERY = 32  # steps between two looks at the parameters where no loss is given
+SHOWN_SHORT = (InputError, InvalidArgument, Diverged)
+INSIDE = (f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/")
 SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
 WIDE = "many workers with little momentum in a pipeline: where training bears no larger rate, plain SGD"
 WIDE += " ended at up to 1.4 times the loss without one; half the rate, momentum or no pipeline helps"
@@ -204,3 +215,82 @@ def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | No
     mode = WorkerMode(push_codec=push, pull_codec=pull, depth=settings.depth)
     layout, links = client.store.layout, settings.throttle.links if settings.throttle else ()
     return ModeBalancer(choices, mode, layout.parameters, sum(link.latency_seconds for link in links))
+
+
+class ScriptChanges:
+    """Changes that the training script makes to a model in the store, which would be lost in silence: of
+    parameters' values, of their memory, of whether they train.
+
+    It tells by torch's versions, which a change through `.data` does not have.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """parameters: those in the store, by name."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._before: list[tuple[int, int]] = []
+
+    def note(self) -> None:
+        """The script's code follows."""
+        self._before = [(p._version, p.data_ptr()) for p in self._parameters]
+
+    def check(self) -> None:
+        """Raise InputError if the script has changed a parameter since `note`, or frozen one."""
+        for name, p, before in zip(self._names, self._parameters, self._before, strict=False):
+            if not p.requires_grad:
+                expected = "requires_grad as at attach(): the store steps it all the same; lr 0 holds a group"
+                raise InputError("worker", name, "a parameter that was frozen after attach()", expected)
+            if (p._version, p.data_ptr()) != before:
+                expected = (
+                    "parameters as the store has them: load a state before attach(), and evaluate other "
+                    "values in a copy of the model"
+                )
+                raise InputError("worker", name, "a parameter that the script has changed", expected)
+
+
+class DivergenceCheck:
+    """Tell whether training diverged: a loss or, where none is given, a parameter that is not finite."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last_finite: float | None = None
+
+    def check(self, step: Step, parameters: NDArray[np.float32]) -> None:
+        """Raise Diverged, before the step's gradient is pushed."""
+        self._steps += 1
+        if step.loss is not None:
+            if math.isfinite(step.loss):
+                self._last_finite = step.loss
+                return
+            raise self.error(f"the loss is {step.loss}", step)
+        if self._steps % LOOK_EVERY == 1 and not math.isfinite(float(np.dot(parameters, parameters))):
+            bad = int(np.count_nonzero(~np.isfinite(parameters)))
+            if bad:
+                raise self.error(f"{bad} parameters are not finite", step)
+
+    def error(self, what: str, step: Step) -> Diverged:
+        """Return what is to be raised for a step."""
+        first, last = step.claim.first, step.claim.first + step.claim.count - 1
+        where = f"samples {first} to {last}, version {step.version}"
+        return Diverged(what, where, self._last_finite)
+
+
+_previous = sys.excepthook
+
+
+def shorten_tracebacks() -> None:
+    """From now on misuse that ends this process is shown by the script's own frames: those of pyps and torch
+    do not show the cause. Idempotent.
+    """
+    global _previous
+    if sys.excepthook is not _show:
+        _previous, sys.excepthook = sys.excepthook, _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, SHOWN_SHORT):
+        _previous(kind, error, trace)
+        return
+    shown = traceback.TracebackException(kind, error, trace)
+    own = [frame for frame in shown.stack if not frame.filename.startswith(INSIDE)]
+    shown.stack = traceback.StackSummary.from_list(own or list(shown.stack))
+    sys.stderr.write("".join(shown.format()))

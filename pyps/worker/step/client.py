@@ -15,8 +15,8 @@ from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
 from pyps.step.transfer import Ask, Transfers
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
-from pyps.worker.memory import AnnouncedBudget
-from pyps.worker.step import Outcome
+from pyps.worker.run.memory import AnnouncedBudget
+from pyps.worker.step.step import Outcome
 
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
 

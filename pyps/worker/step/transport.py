@@ -32,10 +32,10 @@ from pyps.store.codec import as_codec, fed_back
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.background import CLOSE_SECONDS, BackgroundThread
-from pyps.worker.binding import Binding
-from pyps.worker.client import EndTransfer, StoreClient, Transfer
-from pyps.worker.onward import Onward
-from pyps.worker.step import Outcome, Step
+from pyps.worker.device.binding import Binding
+from pyps.worker.step.client import EndTransfer, StoreClient, Transfer
+from pyps.worker.step.onward import Onward
+from pyps.worker.step.step import Outcome, Step
 
 StepCallback = Callable[[Step, Outcome], None]
 Merge = Callable[[Callable[[], int]], int]

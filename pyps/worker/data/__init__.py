@@ -1,0 +1,1 @@
+"""Read a data set: batches of claimed positions, and epochs."""

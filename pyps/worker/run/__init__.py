@@ -1,0 +1,1 @@
+"""Tell a worker of its run: settings, mode, position, memory, and when to leave."""

@@ -1,0 +1,1 @@
+"""Carry out a worker's steps: claim, compute, push, pull."""
