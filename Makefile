@@ -22,12 +22,13 @@
 #   make test-oldest  planner, formats, store and DDP with the lowest supported version of every dependency
 #   make site      README.md, docs/ and the reference as a web site, into build/site
 #   make fuzz-input  5,000 hostile input files through the commands, and 200 through the real one
-#   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers
+#   make sanitize  the C programs under the address, undefined-behaviour and thread sanitizers (FORKS=10000)
 #   make clean     removes what the other commands made
 
 PYTHON ?= python3
 FAULTS ?= 5000
 COUNT ?= 5000
+FORKS ?= 3000
 TORTURE ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q -c constraints.txt
@@ -175,7 +176,7 @@ fuzz-input: .venv/dev
 	$(PY) tests/helpers/input_fuzz.py
 
 sanitize:
-	$(PYTHON) tests/c/programs.py address --faults 300
+	$(PYTHON) tests/c/programs.py address --faults 300 --forks $(FORKS)
 	$(PYTHON) tests/c/programs.py thread
 
 reference: .venv/dev

@@ -16,7 +16,8 @@ void pyps_failpoint(const char *place) { (void)place; }
 
 static const char *segment = "calls";
 static char journal[256];
-static pyps_store *s; /* of this process; NULL: closed */
+static pyps_store *s;      /* of this process; NULL: closed */
+static pyps_store *closed; /* the last one that was */
 static pyps_layout layout;
 static uint32_t staged; /* the staging buffer that was given last */
 static float flat[MOST], values[MOST], vectors[2][MOST];
@@ -71,8 +72,26 @@ static pyps_config some_config(pyps_tensor *tensors, uint32_t *batches) {
 
 static int close_store(void) {
     int rc = pyps_close(s);
-    s = NULL;
+    closed = s, s = NULL;
     return rc;
+}
+
+/* Whichever handle has been opened since, it is another one. */
+static int close_again(void) {
+    if (closed) expect(pyps_close(closed), PYPS_EINVAL, "a second close");
+    return 0;
+}
+
+/* A program of an earlier header, whose open has two arguments: the second lies where the ABI is expected. */
+static int open_by_old_header(void) {
+    pyps_store *out = (pyps_store *)&out;
+    pyps_tensor tensors[2];
+    uint32_t batches[RANKS], theirs = seldom(2) ? (uint32_t)(uintptr_t)&out : PYPS_ABI - 1;
+    pyps_config c = some_config(tensors, batches);
+    expect(pyps_open(segment, theirs, seldom(2) ? NULL : &out), PYPS_EABI, "open by an old header");
+    expect(pyps_create(segment, theirs, &c, &out), PYPS_EABI, "create by an old header");
+    CHECK(out == (pyps_store *)&out, "a caller of another ABI was written over");
+    return 0;
 }
 
 /* Opens the segment, after trying to make it. */
@@ -116,8 +135,23 @@ static int start_soundly(void) {
 
 static int start(void) {
     pyps_claim claim;
-    return seldom(4) ? pyps_start_ahead(s, seldom(2) ? UINT64_MAX : 0, &claim)
-                     : pyps_start(s, odd_seconds(), &claim);
+    return pyps_start(s, odd_seconds(), &claim);
+}
+
+/* A claim that a signal took away is given again to who names the one before; others name none, or what was none. */
+static int start_ahead(void) {
+    pyps_claim last, lost, again;
+    int rc = pyps_start_ahead(s, seldom(3) ? UINT64_MAX : seldom(3) ? draw(99) : 0, &last);
+    if (rc || !last.count) return rc;
+    if ((rc = pyps_start_ahead(s, last.first, &lost)) || !lost.count) return rc;
+    if ((rc = pyps_start_ahead(s, last.first, &again))) return rc;
+    CHECK(again.first == lost.first && again.count == lost.count,
+          "a claim again: found %" PRIu64 "; expected %" PRIu64, again.first, lost.first);
+    return PYPS_OK;
+}
+
+static int threads(void) {
+    return seldom(4) ? pyps_set_threads(s, seldom(9) ? odd() : 1 + (uint32_t)draw(3), NULL) : 0;
 }
 
 static int stage_soundly(void) {
@@ -359,12 +393,12 @@ static int fork_child(void) {
 
 typedef int (*call)(void);
 static const call sound[] = {start_soundly, pull, stage_soundly, push_soundly};
-static const call any[] = {join,        leave,      rejoin,        close_it,        unlink_it,
-                           remove_it,   reap,       probe,         start,           stage,
-                           unstage,     push,       staging_parts, should_continue, pull,
-                           pull_ranges, snapshot,   read_parts,    observe,         pull_encoded,
-                           read_state,  end_state,  wait_for_news, limit,           data_set,
-                           replan,      cost_model, schedule,      journaled,       fork_child};
+static const call any[] = {
+    join,      leave,         rejoin,      close_it,   unlink_it,   remove_it,         reap,
+    probe,     start,         stage,       unstage,    push,        staging_parts,     should_continue,
+    pull,      pull_ranges,   snapshot,    read_parts, observe,     pull_encoded,      read_state,
+    end_state, wait_for_news, limit,       data_set,   replan,      cost_model,        schedule,
+    journaled, fork_child,    start_ahead, threads,    close_again, open_by_old_header};
 
 static void make_calls(uint64_t calls) {
     uint64_t next = 0;

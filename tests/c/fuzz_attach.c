@@ -1,6 +1,7 @@
 /* fuzz_attach.c: a segment of any bytes is an error or is used, and nothing else.
  *
- * An input is flags, then what is done to a good segment, of one of four policies (bits 2 and 3): patches of
+ * An input is flags, then what is done to a good segment, of one of four policies (bits 2 and 3), which workers with
+ * threads use (CREW) or without: patches of
  * 11 bytes {region, place / 4, 8 bytes}, or (WHOLE) bytes that take the place of the file's beginning; and
  * (SHORT) a file that ends where the input ends. What can be opened is joined by two, read, pushed to and
  * reaped, with deadlines, as its owners would do.
@@ -13,6 +14,7 @@
 
 #define WHOLE   1u
 #define SHORT   2u
+#define CREW    16u
 #define SECONDS 0.001
 
 #define FIELDS_FROM 12u /* these regions are 8 bytes, from one field of the current view on */
@@ -107,19 +109,28 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     return 0;
 }
 
-static void use(pyps_store *s) {
+/* The claim after the last one that a worker has; one that was lost; and as those that name none. */
+static void claim_ahead(pyps_store *s) {
+    pyps_claim claim;
+    uint64_t after = pyps_start(s, 0, &claim) ? 0 : claim.first;
+    for (int i = 0; i < 2; i++)
+        if (!pyps_start_ahead(s, after, &claim) && i) after = claim.first;
+    pyps_start_ahead(s, after, &claim), pyps_start_ahead(s, UINT64_MAX, &claim);
+}
+
+static void use(pyps_store *s, bool crew) {
     uint64_t version, sequence;
     pyps_layout layout;
     pyps_tensor tensor;
     pyps_status status;
     pyps_member members[8];
     pyps_rank ranks[8];
-    pyps_claim claim;
     int advice;
     pyps_store *both[2] = {s, NULL};
     uint32_t count;
     if (pyps_get_layout(s, &layout) || layout.flat_elements > sizeof flat / sizeof *flat) return;
     for (uint32_t t = 0; t < layout.tensors && t < 8; t++) pyps_get_tensor(s, t, &tensor);
+    if (crew) pyps_set_threads(s, 3, NULL);
     if (pyps_join(s, PYPS_WORKER, -1, NULL)) return;
     pyps_get_members(s, members, 8, &count), pyps_get_ranks(s, ranks, 8);
     sequence = pyps_get_status(s, &status) ? 0 : status.sequence;
@@ -127,7 +138,7 @@ static void use(pyps_store *s) {
     pyps_snapshot(s, flat, NULL, NULL, SECONDS, &version);
     uint32_t two = !pyps_open("fuzz", PYPS_ABI, &both[1]) && !pyps_join(both[1], PYPS_WORKER, -1, NULL);
     push_each(both, 1 + two, PYPS_F32, SECONDS), push_each(both, 1 + two, PYPS_INT8, 0);
-    pyps_should_continue(s, 1, 1, &advice), pyps_start_ahead(s, 0, &claim);
+    pyps_should_continue(s, 1, 1, &advice), claim_ahead(s);
     pyps_close(both[1]);
     pyps_reap(s, &count);
     pyps_wait(s, sequence, SECONDS);
@@ -154,7 +165,7 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size) {
     close(fd);
     pyps_store *store;
     if (pyps_open("fuzz", PYPS_ABI, &store) == PYPS_OK) {
-        use(store);
+        use(store, flags & CREW);
         pyps_close(store);
     }
     unlink(path);

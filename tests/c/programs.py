@@ -1,6 +1,6 @@
 """The C test programs: built from the whole core with failpoints, plain or under a sanitizer, and run.
 
-    python tests/c/programs.py address|thread [--faults 300]
+    python tests/c/programs.py address|thread [--faults 300] [--forks 3000] [--only forks]
 
 builds every program under that sanitizer and runs it: AddressSanitizer with UndefinedBehaviorSanitizer, or
 ThreadSanitizer. Any report ends the program that caused it. What reads untrusted bytes, a
@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=99:second_deadlock_stack=1",
 }
+FORKS_A_PIECE = 500
 FUZZED = ("attach", "decode", "journal")
 PROTOCOL = (
     "late-reader",
@@ -241,8 +242,9 @@ def usable(sanitizer: str) -> bool:
         return built and run(program).returncode == 0
 
 
-def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
-    """Each program with its arguments. ThreadSanitizer sees threads alone, so no torture of processes."""
+def suite(sanitizer: str, faults: int, forks: int) -> list[tuple[str, ...]]:
+    """Each program with its arguments. Forks come in pieces: what AddressSanitizer keeps of memory that was
+    freed grows with them, and each fork copies its pages' table. ThreadSanitizer sees threads alone, so no torture of processes."""
     commands = [("protocol", name) for name in PROTOCOL]
     if sanitizer == "thread":
         rounds = str(10 * faults)
@@ -262,7 +264,8 @@ def suite(sanitizer: str, faults: int) -> list[tuple[str, ...]]:
     commands += [("edges", name) for name in EDGES]
     fuzz = [(f"fuzz_{of}", str(corpus(of)), "1", str(100 * faults)) for of in FUZZED]
     calls = [("calls", str(seed), "2000", "3") for seed in range(1, faults // 30)]
-    return [("kernels",), *commands, ("forks", str(10 * faults)), *fuzz, *calls, *torture]
+    pieces = [("forks", str(min(FORKS_A_PIECE, forks - done))) for done in range(0, forks, FORKS_A_PIECE)]
+    return [("kernels",), *commands, *pieces, *fuzz, *calls, *torture]
 
 
 def main() -> int:
@@ -270,10 +273,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sanitizer", choices=sorted(SANITIZERS))
     parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--forks", type=int, default=3000, help="of processes with crews")
+    parser.add_argument("--only", metavar="PROGRAM", help="of the programs this one")
     options = parser.parse_args()
+    commands = suite(options.sanitizer, options.faults, options.forks)
     with tempfile.TemporaryDirectory() as folder:
         built: dict[str, Path] = {}
-        for name, *arguments in suite(options.sanitizer, options.faults):
+        for name, *arguments in (one for one in commands if options.only in (None, one[0])):
             if name not in built:
                 built[name] = build(Path(folder), name, options.sanitizer)
             done = run(built[name], *arguments)

@@ -48,6 +48,12 @@ MUTATIONS = {
             "",
         ),
     ),
+    "claims ahead are believed": (
+        "attach",
+        programs.Change(
+            "policy/view_valid.c", "if (m->ahead > v->max_ahead || m->ahead_started > m->ahead", "if (0"
+        ),
+    ),
     "slots in a journal are believed": (
         "journal",
         programs.Change("policy/replay.c", "e->slot >= v->participants ||", ""),

@@ -12,7 +12,11 @@
  *
  * Each draws a fault, how many pushes of all workers it lets pass (none with DISTANCE 0), and how many failpoints then. A stop is short, or longer than the round
  * timeout, so that a worker wakes up fenced; then the process goes on to its next fault, or is killed as it is.
- * Some stops take a second process along, wherever that is.
+ * Some stops take a second process along, wherever that is. Some faults fork a child there instead, which closes the
+ * handle that it got.
+ *
+ * Where a policy lets steps overlap, workers claim ahead, and lose the result of some of these calls: they name the last
+ * claim that they have, and get the lost one again. The observer closes each handle twice, when another one is open.
  */
 #include <math.h>
 #include <signal.h>
@@ -34,10 +38,13 @@
 #define ROUND_TIMEOUT_SECONDS 0.1
 #define SHORT_STOP            UINT64_C(5000000)   /* nanoseconds */
 #define LONG_STOP             UINT64_C(250000000) /* nanoseconds; past the round timeout */
+#define FORKS                 0                   /* a fault that is no signal */
+#define MOST_AHEAD            4
 
 static struct shared {
     _Atomic int finish;
     _Atomic unsigned long acknowledged;
+    _Atomic unsigned long forks, lost;    /* claims of which the result was lost */
     _Atomic unsigned long faults[POINTS]; /* by failpoint */
     char names[POINTS][32];
 } *shared;
@@ -63,6 +70,7 @@ static _Atomic unsigned long not_before; /* so many pushes of all workers */
 static atomic_long
     countdown; /* failpoints left after that until this process's next fault; 0: no fault is planned */
 static int fault;
+static _Atomic(pyps_store *) opened; /* by this process */
 
 static void draw_fault(void) {
     long most = 400; /* in a store of many chunks now and then enough to get to the last ones */
@@ -70,6 +78,7 @@ static void draw_fault(void) {
     countdown = 1 + rand() % most;
     not_before = shared->acknowledged + (unsigned long)rand() % (2 * CHILDREN * distance + 1);
     fault = rand() % 3 ? SIGKILL : SIGSTOP;
+    if (rand() % 8 == 0) fault = FORKS;
 }
 
 static void record(const char *name) {
@@ -84,11 +93,26 @@ static void record(const char *name) {
     }
 }
 
+/* Whatever any thread of this process is doing with its handle. */
+static void fork_child(void) {
+    int status;
+    pid_t child = fork();
+    if (!child) {
+        pyps_store *theirs = opened;
+        int rc = theirs ? pyps_close(theirs) : PYPS_OK;
+        _exit(rc && rc != PYPS_EINVAL);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && !status, "a forked child ended with status %d",
+          status);
+    shared->forks++;
+}
+
 void pyps_failpoint(const char *name) {
     if (!countdown || shared->acknowledged < not_before || atomic_fetch_sub(&countdown, 1) != 1) return;
     record(name);
-    raise(fault);
-    draw_fault(); /* it was a stop, and it is over */
+    if (fault == FORKS) fork_child();
+    else raise(fault);
+    draw_fault(); /* it was no kill, and it is over */
 }
 
 /* What clipping multiplies the gradient by; its squares are whole numbers, so their order does not matter. */
@@ -179,10 +203,13 @@ static void check_whole(uint64_t version) {
         }
 }
 
-/* Whether the call succeeded; a fenced worker has rejoined. */
+static pyps_claim held[MOST_AHEAD]; /* after the current one */
+static int ahead;
+
+/* Whether the call succeeded; a fenced worker has rejoined, and has no claims. */
 static bool done(pyps_store *s, int rc, const char *what) {
     if (rc == PYPS_EREJECTED) return false;
-    if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin");
+    if (rc == PYPS_EFENCED) must(pyps_rejoin(s), "rejoin"), ahead = 0;
     else must(rc, what);
     return !rc;
 }
@@ -199,11 +226,35 @@ static void leave_if_late(pyps_store *s, pyps_push_args *args) {
     args->timeout_seconds = 0;
     int rc = pyps_push(s, args, &result);
     if (rc == PYPS_ETIMEDOUT) {
-        must(pyps_leave(s), "leave");
+        must(pyps_leave(s), "leave"), ahead = 0;
         must(pyps_join(s, PYPS_WORKER, rank, NULL), "join again");
     } else if (done(s, rc, "a hasty push")) {
         shared->acknowledged++;
     }
+}
+
+/* The current claim: of those that it has ahead the first, if it has any. */
+static bool start(pyps_store *s, pyps_claim *claim) {
+    int rc = pyps_start(s, 1, claim);
+    if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return false;
+    if (!ahead) return true;
+    CHECK(claim->first == held[0].first && claim->count == held[0].count,
+          "claims: found %u samples from %llu on; it has %u from %llu on", claim->count,
+          (unsigned long long)claim->first, held[0].count, (unsigned long long)held[0].first);
+    memmove(held, held + 1, (size_t)--ahead * sizeof *held);
+    return true;
+}
+
+static bool claim_ahead(pyps_store *s, const pyps_claim *current) {
+    while (ahead < MOST_AHEAD && rand() % 2) {
+        uint64_t last = ahead ? held[ahead - 1].first : current->first;
+        pyps_claim claim;
+        if (!done(s, pyps_start_ahead(s, last, &claim), "start ahead")) return false;
+        if (!claim.count) return true;
+        if (rand() % 4 == 0) shared->lost++; /* a signal came when the call had ended */
+        else held[ahead++] = claim;
+    }
+    return true;
 }
 
 static void push_once(pyps_store *s) {
@@ -211,8 +262,8 @@ static void push_once(pyps_store *s) {
     pyps_push_result result;
     uint64_t version;
     uint32_t staging;
-    int rc = pyps_start(s, 1, &claim);
-    if (rc == PYPS_ETIMEDOUT || !done(s, rc, "start")) return;
+    if (!start(s, &claim)) return;
+    if (!s->policy->waits_for_round && !claim_ahead(s, &claim)) return;
     if (!done(s, pyps_pull(s, flat, &version), "pull")) return;
     check_whole(version);
     must(pyps_stage(s, 20, &staging), "stage");
@@ -262,6 +313,8 @@ static void work(pyps_store *s, int rank) {
     while (!shared->finish) {
         push_once(s);
         if (rand() % 8 == 0) snapshot_once(s);
+        if (threads > 1 && rand() % 16 == 0)
+            must(pyps_set_threads(s, 1 + (uint32_t)rand() % threads, NULL), "other threads");
     }
     must(pyps_leave(s), "leave");
 }
@@ -272,9 +325,18 @@ static bool goes_on(void) {
     return !shared->finish;
 }
 
+/* A second close, of a handle whose address might be another's by then, closes none. */
+static pyps_store *opened_again(pyps_store *s) {
+    pyps_store *another;
+    must(pyps_close(s), "close"), must(pyps_open("torture", PYPS_ABI, &another), "open again");
+    expect(pyps_close(s), PYPS_EINVAL, "a second close");
+    return opened = another;
+}
+
 static void observe(pyps_store *s) {
     uint64_t version;
     while (goes_on()) {
+        s = opened_again(s);
         must(pyps_join(s, PYPS_OBSERVER, -1, NULL), "join as an observer");
         must(pyps_pull(s, flat, &version), "an observer's pull");
         check_whole(version);
@@ -297,6 +359,7 @@ static void live(int child, unsigned seed) {
     srand(seed);
     draw_fault();
     must(pyps_open("torture", PYPS_ABI, &s), "open");
+    opened = s;
     if (child < WORKERS) work(s, child);
     else if (child == WORKERS) observe(s);
     else reap(s);
@@ -352,10 +415,10 @@ static unsigned torment(int faults, unsigned seed) {
             continue;
         }
         int index = index_of(children, pid);
-        if (WIFEXITED(status) && (WEXITSTATUS(status) || !shared->finish)) {
-            fprintf(stderr, "process %d failed by itself\n", index);
-            exit(1);
-        }
+        CHECK(!WIFEXITED(status) || (!WEXITSTATUS(status) && shared->finish), "process %d failed by itself",
+              index);
+        CHECK(!WIFSIGNALED(status) || WTERMSIG(status) == SIGKILL, "process %d ended with signal %d", index,
+              WTERMSIG(status));
         if (!WIFEXITED(status) && ++survived >= faults) shared->finish = 1;
         kills += WIFSIGNALED(status);
         if (WIFSTOPPED(status)) {
@@ -393,8 +456,11 @@ static void verify(pyps_store *s, int faults, unsigned kills) {
                 (unsigned long long)version, acknowledged, kills);
         exit(1);
     }
-    printf("%s %s: %d faults survived, %u of them kills; %llu tickets, %lu acknowledged:", s->policy->name,
-           optimizers[optimizer], faults, kills, (unsigned long long)version, acknowledged);
+    printf(
+        "%s %s: %d faults survived, %u of them kills; %llu tickets, %lu acknowledged; %lu forks, %lu claims "
+        "lost:",
+        s->policy->name, optimizers[optimizer], faults, kills, (unsigned long long)version, acknowledged,
+        shared->forks, shared->lost);
     for (int i = 0; i < POINTS; i++)
         if (shared->faults[i]) printf(" %s %lu", shared->names[i], shared->faults[i]);
     printf("\n");

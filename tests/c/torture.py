@@ -52,7 +52,7 @@ ROUNDED = tuple(
 WHOLE = tuple(
     Case(policy, optimizer, chunks, buffers, clip_norm)
     for policy, optimizer in itertools.product(("asp", "bsp"), ("sgd", "momentum", "adamw"))
-    for chunks, buffers, clip_norm in ((4, 2, 0.0), (1, 1, CLIP_NORM), (64, 2, CLIP_NORM), (4096, 1, 0.0))
+    for chunks, buffers, clip_norm in ((4, 4, 0.0), (1, 1, CLIP_NORM), (64, 2, CLIP_NORM), (4096, 1, 0.0))
 )
 CASES = (*HALVES, *ROUNDED, *WHOLE)
 
