@@ -244,7 +244,9 @@ def usable(sanitizer: str) -> bool:
 
 def suite(sanitizer: str, faults: int, forks: int) -> list[tuple[str, ...]]:
     """Each program with its arguments. Forks come in pieces: what AddressSanitizer keeps of memory that was
-    freed grows with them, and each fork copies its pages' table. ThreadSanitizer sees threads alone, so no torture of processes."""
+    freed grows with them, and each fork copies its pages' table. ThreadSanitizer sees threads alone, so no
+    torture of processes.
+    """
     commands = [("protocol", name) for name in PROTOCOL]
     if sanitizer == "thread":
         rounds = str(10 * faults)
