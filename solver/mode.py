@@ -16,7 +16,7 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Bits, Cluster
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, Pace, RunTable, WorkerMode
+from pyps.formats.mode import CODEC_BITS, FROM_PLAN, PLANNED_CODECS, Mode, Pace, RunTable
 from pyps.formats.options import CodecName
 from pyps.solver.constrained import ConstrainedSolution
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, step_seconds
@@ -28,7 +28,7 @@ DEFAULT_POLICY = "bsp"
 
 
 @dataclass(frozen=True)
-class Mode:
+class ModeChoices:
     """The codecs and depths that the planner may choose from, and what the policy's workers wait for.
 
     unlinked_depth: the one to choose where no link is known.
@@ -40,34 +40,34 @@ class Mode:
     depths: tuple[int, int]
     unlinked_depth: int
 
-    def options(self) -> list[WorkerMode]:
+    def options(self) -> list[Mode]:
         """Every choice for one worker, the most exact and then the shallowest first."""
         depths = range(self.depths[0], self.depths[1] + 1)
         found = [
-            WorkerMode(push_codec=push, pull_codec=pull, depth=depth)
+            Mode(push=push, pull=pull, depth=depth)
             for push, pull, depth in itertools.product(self.push, self.pull, depths)
         ]
         return sorted(found, key=lambda option: (*error_of(*bits_of(option)), option.depth))
 
     @property
-    def fastest(self) -> WorkerMode:
+    def fastest(self) -> Mode:
         """The choice with the fewest bits and the deepest pipeline."""
         return min(self.options(), key=lambda option: (_wire_bytes(option), -option.depth))
 
     @property
-    def unlinked(self) -> WorkerMode:
+    def unlinked(self) -> Mode:
         """The choice where no link is known: the fewest bits."""
         return msgspec.structs.replace(self.fastest, depth=self.unlinked_depth)
 
 
-def mode_of(cluster: Cluster, pace: Pace) -> Mode:
+def mode_of(cluster: Cluster, pace: Pace) -> ModeChoices:
     """The mode that a cluster file's [run] states. Raises InputError where [sync] contradicts it."""
     run = cluster.run
     codec, pull = run.codec or "f32", run.pull_codec or (FROM_PLAN if run.codec == FROM_PLAN else "f32")
     least, most = run.depths
     # Local steps learn the less the later they are, so nothing unknown is hidden at that price.
     unlinked = max(least, min(most, 1 if run.local_steps else 2))
-    mode = Mode(pace, _allowed(codec, cluster), _allowed(pull, cluster), run.depths, unlinked)
+    mode = ModeChoices(pace, _allowed(codec, cluster), _allowed(pull, cluster), run.depths, unlinked)
     if cluster.sync is not None and cluster.sync.kind != "none":
         if pace.kind != "round":
             expected = "a policy of rounds with [sync], or bandwidths instead of [sync]"
@@ -78,7 +78,7 @@ def mode_of(cluster: Cluster, pace: Pace) -> Mode:
     return mode
 
 
-def choices_while_running(modes: Sequence[WorkerMode], pace: Pace) -> Mode:
+def choices_while_running(modes: Sequence[Mode], pace: Pace) -> ModeChoices:
     """The codecs and depths that workers in a pipeline may change to: those of the plan's modes, and others
     with errors that the planner allows by itself, or that these have; at most 3 steps under way, or as many
     as the deepest of these.
@@ -86,11 +86,11 @@ def choices_while_running(modes: Sequence[WorkerMode], pace: Pace) -> Mode:
     modes: of the plan's workers.
     """
     most = max([PLANNED_ERROR, *(ERROR[bits] for mode in modes for bits in bits_of(mode))])
-    used = {codec for mode in modes for codec in (mode.push_codec, mode.pull_codec)}
+    used = {codec for mode in modes for codec in (mode.push, mode.pull)}
     allowed = {name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most}
     either = (name for name in CODEC_BITS if name in used | allowed)
     codecs = tuple(sorted(either, key=lambda name: (ERROR[CODEC_BITS[name]], name not in used)))
-    return Mode(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
+    return ModeChoices(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
 
 
 def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
@@ -101,9 +101,9 @@ def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
     return tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
 
 
-def bits_of(worker: WorkerMode) -> tuple[Bits, Bits]:
+def bits_of(worker: Mode) -> tuple[Bits, Bits]:
     """The bits of a number in a worker's pushes and pulls."""
-    return CODEC_BITS[worker.push_codec], CODEC_BITS[worker.pull_codec]
+    return CODEC_BITS[worker.push], CODEC_BITS[worker.pull]
 
 
 def codec_of(bits: Bits) -> CodecName:
@@ -116,17 +116,17 @@ def error_of(push: Bits, pull: Bits) -> tuple[float, float, float]:
     return max(ERROR[push], ERROR[pull]), ERROR[push] + ERROR[pull], ERROR[pull]
 
 
-def _wire_bytes(worker: WorkerMode) -> float:
+def _wire_bytes(worker: Mode) -> float:
     push, pull = bits_of(worker)
     return WIRE_BYTES[push] + WIRE_BYTES[pull]
 
 
 def most_exact(
-    mode: Mode,
+    mode: ModeChoices,
     links: Sequence[Sequence[LinkCost]],
     solution: ConstrainedSolution,
-    valued: Callable[[Sequence[WorkerMode]], ConstrainedSolution],
-) -> list[WorkerMode]:
+    valued: Callable[[Sequence[Mode]], ConstrainedSolution],
+) -> list[Mode]:
     """The most exact choice of each worker with which the solution's iteration takes no longer; a worker
     without a link, next to others with one, transfers nothing.
 
@@ -157,7 +157,7 @@ def most_exact(
     return [fastest] * len(links)
 
 
-def _step(compute_seconds: float, links: Sequence[LinkCost], option: WorkerMode) -> float:
+def _step(compute_seconds: float, links: Sequence[LinkCost], option: Mode) -> float:
     return step_seconds(compute_seconds, links, *bits_of(option), option.depth)
 
 

@@ -31,7 +31,7 @@ from pyps.formats import (
     TargetEstimate,
     WorkerGroup,
 )
-from pyps.formats.mode import ROUND, Pace, RunMode, WorkerMode
+from pyps.formats.mode import ROUND, Mode, Pace, PlannedRun
 from pyps.solver.accumulate import best_size
 from pyps.solver.constrained import (
     ConstrainedProblem,
@@ -253,10 +253,10 @@ def _most_throughput(
 
 def _modes(
     cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, solution: ConstrainedSolution
-) -> list[WorkerMode]:
+) -> list[Mode]:
     """Each rank's codecs and depth: the most exact and shallowest with which the solution is as fast."""
 
-    def valued(modes: Sequence[WorkerMode]) -> ConstrainedSolution:
+    def valued(modes: Sequence[Mode]) -> ConstrainedSolution:
         return observed(planning_problem(cluster, ranks, pace, modes), solution.batches)
 
     return most_exact(mode_of(cluster, pace), links_of(cluster, ranks), solution, valued)
@@ -312,7 +312,7 @@ def plan_of(
     ranks: Sequence[PlannedRank],
     constrained: ConstrainedProblem,
     solution: ConstrainedSolution,
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
 ) -> Plan:
     """The plan with this solution's batches, and all that follows from them.
 
@@ -453,12 +453,12 @@ def _lower_bound(
     return max(proven, subset_bound(constrained.problem, sync, solution.iteration_seconds))
 
 
-def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> RunMode:
+def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> PlannedRun:
     """The mode that the plan is made for."""
-    return RunMode(
+    return PlannedRun(
         policy=stated_policy(cluster.run),
         round_timeout=cluster.run.round_timeout,
-        pipeline=cluster.run.depths[1] > 1,
+        depth=cluster.run.depth or 1,
         local_steps=cluster.run.local_steps,
         local_batch=max(w.micro_batch for w in workers) if cluster.run.local_batch else None,
         average_moments=cluster.run.average_moments,
@@ -468,7 +468,7 @@ def _run_mode(cluster: Cluster, workers: Sequence[PlanWorker]) -> RunMode:
 def _with_modes(
     cluster: Cluster,
     workers: Sequence[PlanWorker],
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
     designs: Mapping[int, PipelineDesign],
 ) -> list[PlanWorker]:
     """The workers, each with the mode that the plan is made for, or with what would hide its transfers.
@@ -480,7 +480,7 @@ def _with_modes(
         design, chosen = designs.get(worker.rank), mode if cluster.run.is_stated else None
         if chosen is None and design is not None:
             push, pull = codec_of(design.push_bits), codec_of(design.pull_bits)
-            chosen = WorkerMode(push_codec=push, pull_codec=pull, depth=design.depth)
+            chosen = Mode(push=push, pull=pull, depth=design.depth)
         elif chosen is not None and cluster.run.depths[1] == 1:
             chosen = msgspec.structs.replace(chosen, depth=design.depth if design is not None else 1)
         found.append(msgspec.structs.replace(worker, mode=chosen))
@@ -492,7 +492,7 @@ def _turns(
     used: Sequence[int],
     compute: Sequence[float],
     links: Sequence[LinkCost | None],
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
 ) -> R2spSchedule:
     """The ring, with the remedies if its turns do not fit.
 

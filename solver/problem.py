@@ -14,7 +14,7 @@ import numpy as np
 
 from pyps.errors import Infeasible
 from pyps.formats import Cluster, NoiseForecast, Plan
-from pyps.formats.mode import ROUND, Pace, WorkerMode
+from pyps.formats.mode import ROUND, Mode, Pace
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_units, observed
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.followed import alone, best_followed
@@ -34,7 +34,7 @@ def planning_problem(
     cluster: Cluster,
     ranks: Sequence[PlannedRank],
     pace: Pace = ROUND,
-    modes: Sequence[WorkerMode] | None = None,
+    modes: Sequence[Mode] | None = None,
 ) -> ConstrainedProblem:
     """The problem that a cluster's plan solves: with the fitted times, or each rank's or the job's quantile.
 
@@ -128,7 +128,7 @@ def with_noise(
     ranks: Sequence[PlannedRank],
     plan: Plan,
     pace: Pace,
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
     least_share: float | None = None,
 ) -> Plan:
     """The plan with the forecasts of its split and of the one for the fitted times. least_share: of Sync."""

@@ -18,7 +18,7 @@ import numpy as np
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
 from pyps.formats.cluster import CLUSTER_FILE
-from pyps.formats.mode import ROUND, Pace, WorkerMode
+from pyps.formats.mode import ROUND, Mode, Pace
 from pyps.profiler.multiples import at_multiple, kept_multiple
 from pyps.profiler.select import check_whole, fit_of
 from pyps.solver.accumulate import accumulated
@@ -355,7 +355,7 @@ def _check_required(ranks: Sequence[PlannedRank]) -> None:
             )
 
 
-def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[WorkerMode]) -> Sync:
+def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Mode]) -> Sync:
     """Return how gradients are synchronised, with the bytes of these codecs.
 
     Raises InputError if a bandwidth or the model's size is missing.
@@ -400,7 +400,7 @@ def constrained_problem_of(
     ranks: Sequence[PlannedRank],
     factors: Sequence[float] = (),
     pace: Pace = ROUND,
-    modes: Sequence[WorkerMode] | None = None,
+    modes: Sequence[Mode] | None = None,
 ) -> ConstrainedProblem:
     """The whole problem of a cluster's ranks: batches, transfers, synchronisation and side constraints.
 
@@ -450,7 +450,7 @@ def _with_transfers(
     constrained: ConstrainedProblem,
     cluster: Cluster,
     ranks: Sequence[PlannedRank],
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
 ) -> ConstrainedProblem:
     """The problem with every rank's transfers, in its mode: in its cost, and on the links that are shared."""
     links, shares = links_of(cluster, ranks), [set(rank.group.shares) for rank in ranks]
@@ -485,7 +485,7 @@ def _trips(
     cluster: Cluster,
     links: Sequence[Sequence[LinkCost]],
     ranks: Sequence[PlannedRank],
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
 ) -> tuple[Trip, ...]:
     """Every rank's transfers; none where one crosses several shared links. links: that each crosses."""
     found, names = [], dict[str, int]()
@@ -507,7 +507,7 @@ def _resources(
     cluster: Cluster,
     shares: Sequence[set[str]],
     ranks: Sequence[PlannedRank],
-    modes: Sequence[WorkerMode],
+    modes: Sequence[Mode],
     overlaps: bool,
 ) -> list[Resource]:
     """The shared links and hosts; of a link where transfers do not meet, each direction.

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.terminal import terminal
-from pyps.formats import Plan, PlanWorker, RunMode, Unit
+from pyps.formats import Plan, PlannedRun, PlanWorker, Unit
 from pyps.formats.mode import CODEC_BITS
 from pyps.solver.auto_batch import BatchPoint
 from pyps.solver.constrained import even_batches
@@ -106,7 +106,7 @@ def _other_modes(plan: Plan) -> list[str]:
         return []
     modes = [worker.mode for worker in plan.workers if worker.mode is not None]
     deep = max(mode.depth for mode in modes)
-    bits = min(CODEC_BITS[codec] for mode in modes for codec in (mode.push_codec, mode.pull_codec))
+    bits = min(CODEC_BITS[codec] for mode in modes for codec in (mode.push, mode.pull))
     limit = f"{ms(hps.quantized_seconds)} with {bits} bits and {deep} steps under way"
     fewer = f", {limit}" if bits < 32 else ""
     return [
@@ -115,10 +115,10 @@ def _other_modes(plan: Plan) -> list[str]:
     ]
 
 
-def mode_text(plan: Plan, run: RunMode) -> str:
+def mode_text(plan: Plan, run: PlannedRun) -> str:
     """A plan's mode in a line."""
     workers = [plan.mode_of(worker) for worker in plan.workers if worker.batch]
-    pushes, pulls = ({getattr(w, f"{way}_codec") for w in workers} for way in ("push", "pull"))
+    pushes, pulls = ({getattr(w, way) for w in workers} for way in ("push", "pull"))
     depths = ", ".join(map(str, sorted({w.depth for w in workers})))
     text = f"{run.policy}; gradients {' and '.join(sorted(pushes))}, parameters {' and '.join(sorted(pulls))}"
     text = f"{text}; {depths} step{'s' * (depths != '1')} under way"

@@ -37,7 +37,7 @@ from pyps.formats.cluster import (
 )
 from pyps.formats.files import MAX_FILE_BYTES, encode, read_json, read_toml, typed, write_json
 from pyps.formats.kinds import MAX_BATCH, Bits, Unit
-from pyps.formats.mode import Pace, RunMode, RunTable, WorkerMode
+from pyps.formats.mode import Mode, Pace, PlannedRun, RunTable
 from pyps.formats.plan import (
     PLAN_SCHEMA,
     CostEstimate,
@@ -102,19 +102,20 @@ __all__ = [
     "Limits",
     "Link",
     "Memory",
+    "Mode",
     "ModelInfo",
     "NoiseForecast",
     "Pace",
     "Parts",
     "Plan",
     "PlanWorker",
+    "PlannedRun",
     "Point",
     "Profile",
     "Quantization",
     "R2spRemedies",
     "R2spSchedule",
     "RankBytes",
-    "RunMode",
     "RunTable",
     "Sharding",
     "Shared",
@@ -124,7 +125,6 @@ __all__ = [
     "TargetEstimate",
     "Unit",
     "WorkerGroup",
-    "WorkerMode",
     "check_cluster",
     "encode",
     "read_cluster",

@@ -1,12 +1,10 @@
-"""A mode of running: the policy, how gradients and parameters travel, how many steps are under way, and how
-many each worker takes by itself between two pushes.
-"""
+"""Modes of running: codecs and steps under way, and what a plan and [run] of a cluster file say of a run."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pyps.errors import InputError
 from pyps.formats import options
@@ -60,28 +58,27 @@ class RunTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (1, MAX_DEPTH) if self.depth == AUTO else (self.depth or 1, self.depth or 1)
 
 
-class WorkerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Mode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's codecs, and its steps under way in a pipeline (1: none helps)."""
 
-    push_codec: CodecName = "f32"
-    pull_codec: CodecName = "f32"
+    push: CodecName = field(default="f32", name="push_codec")
+    pull: CodecName = field(default="f32", name="pull_codec")
     depth: Batch = 1
 
 
-class RunMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The mode that a plan was made for; its predictions hold in this one.
+class PlannedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The run that a plan was made for; its predictions hold in this one.
 
-    policy: as in `pyps run --policy`. pipeline: transfers overlap with compute, as deep as each worker's mode
-    says; else steps follow one another. local_steps: steps of a worker's own optimizer between two pushes, on
-    average; each worker takes its `accumulation`, of micro_batch samples. null: none, the store steps with
-    their gradients. local_batch: the samples of a local step, and local_steps then the global batches of a
-    round; null: the even share of one. average_moments: so many moments of each parameter travel with it each
-    way, in fp32.
+    policy: as in `pyps run --policy`. depth: of [run]; 1: steps follow one another; else as deep as each
+    worker's mode says. local_steps: steps of a worker's own optimizer between two pushes, on average; each
+    worker takes its `accumulation`, of micro_batch samples. null: none, the store steps with their gradients.
+    local_batch: the samples of a local step, and local_steps then the global batches of a round; null: the
+    even share of one. average_moments: so many moments of each parameter travel with it each way, in fp32.
     """
 
     policy: Name
     round_timeout: Seconds | None = None
-    pipeline: bool = False
+    depth: options.DepthOption = 1
     local_steps: options.LocalStepsOption | None = None
     local_batch: Batch | None = None
     average_moments: options.AverageMomentsOption | None = None

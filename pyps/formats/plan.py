@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Bytes, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
-from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, RunMode, WorkerMode
+from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, Mode, PlannedRun
+from pyps.formats.options import AUTO
 from pyps.formats.profile import Fit, LengthCost, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
@@ -78,7 +79,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     required: bool = False
     min_batch: Batch = 1
     batch_multiple: Batch = 1
-    mode: WorkerMode | None = None
+    mode: Mode | None = None
     share: Fraction | None = None
     bytes: RankBytes | None = None
     length_cost: LengthCost | None = None
@@ -219,7 +220,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     r2sp: R2spSchedule
     hps: HpsEstimate
     warnings: list[str]
-    run: RunMode | None = None
+    run: PlannedRun | None = None
     sync: SyncEstimate | None = None
     cost: CostEstimate | None = None
     noise: NoiseForecast | None = None
@@ -227,19 +228,21 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: TargetEstimate | None = None
     unit: Unit = "samples"
 
-    def mode_of(self, worker: PlanWorker) -> WorkerMode:
+    def mode_of(self, worker: PlanWorker) -> Mode:
         """The codecs and steps under way of one of its workers, in the mode that it was made for."""
         if self.run is None or worker.mode is None:
-            return WorkerMode()
-        return worker.mode if self.run.pipeline else replace(worker.mode, depth=1)
+            return Mode()
+        return worker.mode if self.run.depth != 1 else replace(worker.mode, depth=1)
 
 
 def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
-    """A plan as plain data, of this version: earlier ones said codecs and depths in `run.workers`, bits and
-    depths in `hps.workers`, and the error of a worker's fit twice. What is not such a plan stays as it is,
-    for the errors of its reader.
+    """Return a plan as plain data, of this version. Earlier ones said codecs and depths in `run.workers`, bits
+    and depths in `hps.workers`, `pipeline` for a depth, and a worker's fit error twice. What is none stays.
     """
     run, hps, workers = raw.get("run"), raw.get("hps"), raw.get("workers", [])
+    if isinstance(run, dict) and "pipeline" in run:
+        run = _without(run, "pipeline") | {"depth": AUTO if run["pipeline"] else 1}
+        raw = raw | {"run": run}
     stated, offered = (one.get("workers", []) if isinstance(one, dict) else [] for one in (run, hps))
     lists = (workers, stated, offered)
     if not all(isinstance(one, list) and all(isinstance(w, dict) for w in one) for one in lists):
@@ -254,7 +257,7 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     plain = raw | {"hps": _without(hps, "workers")}
     if stated:
         pipeline = any(one.get("depth", 1) != 1 for one in stated)
-        plain["run"] = _without(run, "workers") | {"pipeline": pipeline}
+        plain["run"] = _without(run, "workers") | {"depth": AUTO if pipeline else 1}
         for one in stated:
             k = str(one.get("rank"))
             deep = one if pipeline else modes.get(k, {})

@@ -18,7 +18,7 @@ import msgspec
 
 from pyps.errors import InputError
 from pyps.formats.files import learnt, open_plain
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 
 SpanKind = Literal["wait", "pull", "data", "compute", "push", "skip"]
 Span = tuple[SpanKind, float, float]
@@ -72,7 +72,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     lr: float | None = None
     admitted_at: float = 0.0
     pushes: int = 0
-    mode: WorkerMode | None = None
+    mode: Mode | None = None
 
     def seconds(self, kind: SpanKind) -> float:
         """The sum of the step's spans of one kind."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyps.errors import InputError
-from pyps.formats import Plan, read_plan, write_json
+from pyps.formats import Mode, Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
 from pyps.formats.files import encode, read_text
 from pyps.formats.plan import TurnSchedule, plan_turns
@@ -44,7 +44,7 @@ from pyps.run.resume import (
 from pyps.solver.constrained import paced_seconds
 from pyps.store.policies import Policy
 from pyps.store.store import Store
-from pyps.worker.run.mode import RankMode, adapts, choices_of, departures, launched_mode, launched_policy
+from pyps.worker.run.mode import adapts, choices_of, departures, launched_mode, launched_policy
 from pyps.worker.run.settings import Settings
 
 MAX_RANKS = 1000  # of any store
@@ -74,7 +74,7 @@ class RunSpec:
     policy: Policy
     options: RunOptions
     ranks: tuple[RankSpec, ...]
-    modes: tuple[RankMode, ...]
+    modes: tuple[Mode, ...]
     departures: tuple[str, ...]
     differences: tuple[str, ...]
     store: str
@@ -167,7 +167,7 @@ class RunSpec:
 
     def _adapts(self, rank: int) -> bool:
         """Return whether a rank's codecs and depth follow its link."""
-        return self.options.rebalance and adapts(self.options, self.policy, self.modes[rank])
+        return self.options.rebalance and adapts(self.options, self.policy, self.modes[rank], self.plan)
 
     def _depths(self) -> list[int]:
         """The most steps under way of each rank."""

@@ -24,7 +24,7 @@ from pyps.simulate.scenario import Scenario, SimWorker
 from pyps.simulate.step import Pipelines
 from pyps.simulate.worker import worker_process
 from pyps.solver.costs import Table
-from pyps.solver.mode import Mode, choices_while_running
+from pyps.solver.mode import ModeChoices, choices_while_running
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
 from pyps.solver.online.members import Ranks
@@ -112,7 +112,7 @@ def _depths(scenario: Scenario, depth: int | Literal["auto"]) -> list[int]:
     return [(w.depth or 2) if asked == AUTO else asked or 1 for w in scenario.workers]
 
 
-def _choices(scenario: Scenario, policy: Policy, depths: Sequence[int]) -> Mode | None:
+def _choices(scenario: Scenario, policy: Policy, depths: Sequence[int]) -> ModeChoices | None:
     """The modes that workers may change to; None: theirs stay."""
     if min(depths) == 1 or not may_change(policy.pace, local=scenario.local):
         return None

@@ -15,11 +15,11 @@ from pyps.formats import (
     Cluster,
     Fit,
     Jitter,
+    Mode,
     Plan,
     PlanWorker,
     Profile,
     WorkerGroup,
-    WorkerMode,
     read_cluster,
     read_plan,
 )
@@ -49,7 +49,7 @@ from pyps.store.policies import policy_named
 FP32_BYTES = 4
 StrPath = str | os.PathLike[str]
 NO_JITTER = Jitter()
-PLAIN = WorkerMode()
+PLAIN = Mode()
 DRAWS = 128  # at a time
 
 
@@ -80,7 +80,7 @@ class SimWorker:
     up_share: float = 1.0
     down_share: float = 1.0
     depth: int = 0
-    mode: WorkerMode = PLAIN
+    mode: Mode = PLAIN
     link_slowdowns: tuple[LinkSlowdown, ...] = ()
     planned: PlanWorker | None = None
     optimizer_seconds: float = 0.0
@@ -200,7 +200,7 @@ def planned_scenario(
         local=local,
         policy=cluster.run.policy or "",
         round_timeout=(plan.run or cluster.run).round_timeout,
-        pipelined=plan.run is not None and plan.run.pipeline,
+        pipelined=plan.run is not None and plan.run.depth != 1,
         too_large=tuple(_too_large(plan, batches)) if even else (),
         noticed=simulation.churn.noticed if simulation.churn is not None else NOTICED_SECONDS,
     )
@@ -284,12 +284,12 @@ def _as_planned(
 
 def _pipeline_depth(plan: Plan, worker: PlanWorker) -> int:
     """The steps under way of a worker in a pipeline: those planned; of a plan for none, 2 or more."""
-    if plan.run is not None and plan.run.pipeline:
+    if plan.run is not None and plan.run.depth != 1:
         return plan.mode_of(worker).depth
     return max(2, worker.mode.depth) if worker.mode is not None else 2
 
 
-def byte_shares(mode: WorkerMode) -> tuple[float, float]:
+def byte_shares(mode: Mode) -> tuple[float, float]:
     """Bytes of a worker's pushes and pulls, relative to those at 32 bits."""
     push, pull = bits_of(mode)
     return WIRE_BYTES[push] / WIRE_BYTES[32], WIRE_BYTES[pull] / WIRE_BYTES[32]

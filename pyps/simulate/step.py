@@ -6,9 +6,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pyps.formats import WorkerMode
+from pyps.formats import Mode
 from pyps.simulate.optimizer import Vector
-from pyps.solver.mode import Mode
+from pyps.solver.mode import ModeChoices
 
 StepProcess = Generator[int | None, None, Any]
 Parameters = tuple[Vector, int]  # with their version
@@ -38,7 +38,7 @@ class SimulatedStep:
     nanoseconds: int = 0  # of computing
     lasted: int = 0  # from its beginning until its gradient was ready
     turn: Turn | None = None  # in which its gradient travels
-    mode: WorkerMode | None = None  # of its transfer, where that may change
+    mode: Mode | None = None  # of its transfer, where that may change
 
 
 class Pipelines(NamedTuple):
@@ -47,7 +47,7 @@ class Pipelines(NamedTuple):
     """
 
     depths: Sequence[int]
-    choices: Mode | None = None
+    choices: ModeChoices | None = None
 
     @property
     def deepest(self) -> int:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from pyps.formats.mode import Pace, WorkerMode
+from pyps.formats.mode import Mode, Pace
 from pyps.solver.links import LinkCost, link_cost, step_seconds
-from pyps.solver.mode import Mode, bits_of
+from pyps.solver.mode import ModeChoices, bits_of
 
 WINDOW = 7  # transfers: as Balancer's steps
 SOON = 3  # transfers that show that the link or the device has become slower
@@ -41,8 +41,8 @@ class ModeChange:
     """A change of one worker's mode after `step` transfers. seconds: of a step, before and after."""
 
     step: int
-    before: WorkerMode
-    after: WorkerMode
+    before: Mode
+    after: Mode
     seconds: tuple[float, float]
     bytes_per_second: float
 
@@ -61,9 +61,9 @@ def _alike(now: tuple[float, ...], then: tuple[float, ...]) -> bool:
     return all(b / CHANGED < a < b * CHANGED for a, b in zip(now, then, strict=True))
 
 
-def mode_text(mode: WorkerMode) -> str:
+def mode_text(mode: Mode) -> str:
     """The codecs of pushes and pulls, and the depth."""
-    return f"{mode.push_codec}/{mode.pull_codec}, depth {mode.depth}"
+    return f"{mode.push}/{mode.pull}, depth {mode.depth}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TimedTransfer:
     when it ended, in seconds.
     """
 
-    mode: WorkerMode
+    mode: Mode
     compute: float
     there: float
     waited: float
@@ -85,7 +85,7 @@ class ModeBalancer:
     """Decides changes of one worker's mode. `mode`: in force."""
 
     def __init__(
-        self, choices: Mode, mode: WorkerMode, parameters: int, latency: float = 0.0, averaged: int = 0
+        self, choices: ModeChoices, mode: Mode, parameters: int, latency: float = 0.0, averaged: int = 0
     ) -> None:
         """choices: codecs and depths to choose from, and what the policy's workers wait for. parameters: that
         a transfer moves. latency: of the link, seconds. averaged: fp32 values of each that travel with it.
@@ -97,7 +97,7 @@ class ModeBalancer:
         self._rates: deque[float] = deque(maxlen=2 * SOON - 1)
         self._latest: deque[TimedTransfer] = deque(maxlen=WINDOW)  # in this mode
         self._step = 0
-        self._left: tuple[WorkerMode, tuple[float, ...]] | None = None  # the mode left last, and why
+        self._left: tuple[Mode, tuple[float, ...]] | None = None  # the mode left last, and why
 
     def hear(self, one: TimedTransfer) -> ModeChange | None:
         """Take note of a transfer; the change of the mode that is due, which holds from the next one on."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 from pyps.solver.links import WIRE_BYTES, LinkCost, step_seconds
 from pyps.solver.mode import bits_of
 
@@ -26,7 +26,7 @@ FEWER_BITS: tuple[Bits, ...] = (16, 8, 4)
 
 
 def slowest_alone(
-    compute_seconds: Sequence[float], links: Sequence[LinkCost | None], modes: Sequence[WorkerMode]
+    compute_seconds: Sequence[float], links: Sequence[LinkCost | None], modes: Sequence[Mode]
 ) -> float:
     """The longest step, with a worker's own transfers; an unknown link takes no time."""
     return max(
@@ -39,13 +39,13 @@ def r2sp_schedule(
     ranks: Sequence[int],
     compute_seconds: Sequence[float],
     links: Sequence[LinkCost | None],
-    modes: Sequence[WorkerMode] = (),
+    modes: Sequence[Mode] = (),
 ) -> R2spSchedule:
     """The ring of the given ranks. If a link is unknown, feasible is None and turns take no time.
 
     ranks: those in use. compute_seconds, links, modes: of each; by default serial, at 32 bits.
     """
-    modes = modes or [WorkerMode() for _ in ranks]
+    modes = modes or [Mode() for _ in ranks]
     known = [link for link in links if link is not None]
     complete = len(known) == len(ranks)
     turns = [x.seconds(*bits_of(mode)) if x else 0.0 for x, mode in zip(links, modes, strict=True)]

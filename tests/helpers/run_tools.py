@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pyps.formats import EvenSplit, HpsEstimate, Plan, PlanWorker, R2spSchedule, RunMode
+from pyps.formats import EvenSplit, HpsEstimate, Plan, PlannedRun, PlanWorker, R2spSchedule
 from pyps.formats.records import Span, StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 
@@ -47,7 +47,7 @@ def make_local_plan(steps: Sequence[int] = (3, 2), size: int = 4, policy: str = 
         msgspec.structs.replace(worker, micro_batch=size, accumulation=count, max_batch=size)
         for worker, count in zip(plan.workers, steps, strict=True)
     ]
-    mode = RunMode(policy=policy, local_steps=sum(steps) // len(steps))
+    mode = PlannedRun(policy=policy, local_steps=sum(steps) // len(steps))
     return msgspec.structs.replace(plan, workers=workers, run=mode)
 
 

@@ -29,14 +29,14 @@ from zygote import Zygote
 import pyps
 from pyps.checkpoint.state import save
 from pyps.errors import PypsError
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import RankCounters
 from pyps.native.values import Replay
 from pyps.remote import open_store
 from pyps.simulate import replay
 from pyps.solver.links import LinkSpec
-from pyps.solver.mode import Mode
+from pyps.solver.mode import ModeChoices
 from pyps.solver.online.mode import ModeBalancer, ModeChange, TimedTransfer
 from pyps.store.policies import Policy
 from pyps.worker.run.settings import ThrottleSpec
@@ -278,7 +278,7 @@ class Seat:
 class Changing(ModeBalancer):
     """In place of what decides by a link: to the coarsest and deepest mode, and back."""
 
-    def __init__(self, choices: Mode, mode: WorkerMode, *_: Any) -> None:
+    def __init__(self, choices: ModeChoices, mode: Mode, *_: Any) -> None:
         self.mode, self._heard = mode, 0
         self._modes = dict(zip(CHANGE_TRANSFERS, (choices.options()[-1], mode), strict=True))
 

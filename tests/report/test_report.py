@@ -14,7 +14,7 @@ from pyps.cli.run import summary
 from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import RunEvent
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span, StepRecord
 from pyps.formats.setup import RankSetup
@@ -208,7 +208,7 @@ def test_waiting_for_all_to_join_is_not_idleness() -> None:
 
 def test_a_later_process_may_have_a_smaller_pid_or_the_same() -> None:
     """After a reboot, or in a container. Each waits for the others before its first step."""
-    wide, narrow = WorkerMode(), WorkerMode(push_codec="int8")
+    wide, narrow = Mode(), Mode(push="int8")
     records = [record(0, 1, 1, 0.0, mode=wide, pid=9), record(0, 2, 2, 2.0, mode=narrow, pid=9)]
     for k, pid in enumerate((4, 9)):
         begin = 30.0 * (k + 1)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pyps.formats import read_cluster, read_profile, write_json
-from pyps.formats.mode import CODEC_BITS, WorkerMode
+from pyps.formats.mode import CODEC_BITS, Mode
 from pyps.formats.records import read_run
 from pyps.profiler.select import fit_of
 from pyps.run import RunOptions, run
@@ -66,9 +66,9 @@ PARAMETERS = 64 * 500 + 500 + 500 * 10 + 10
 SHRINKS, RECOVERS = 3.0, 9.0
 
 
-def widths(mode: WorkerMode | None) -> int:
+def widths(mode: Mode | None) -> int:
     assert mode is not None
-    return CODEC_BITS[mode.push_codec] + CODEC_BITS[mode.pull_codec]
+    return CODEC_BITS[mode.push] + CODEC_BITS[mode.pull]
 
 
 def test_bits_fall_and_rise_as_simulated(shm: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pyps.checkpoint.folder import MANIFEST, verify_folder
 from pyps.checkpoint.state import save
 from pyps.cli.run import app
 from pyps.errors import InputError
-from pyps.formats import Plan, RunMode, write_json
+from pyps.formats import Plan, PlannedRun, write_json
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.run.options import RunOptions
 from pyps.run.resume import continue_folder, new_store
@@ -67,7 +67,7 @@ def test_a_store_that_run_json_names_is_not_removed(run_dir: Path, shm: Path) ->
 @pytest.mark.promise("a policy of your own needs `--policy` again")
 @pytest.mark.parametrize("where", ["options", "plan", "checkpoint", "plan of a checkpoint"])
 def test_a_policy_is_imported_only_if_the_user_names_it(run_dir: Path, tmp_path: Path, where: str) -> None:
-    evil = msgspec.structs.replace(make_plan(), run=RunMode(policy="evilmod.P"))
+    evil = msgspec.structs.replace(make_plan(), run=PlannedRun(policy="evilmod.P"))
     resume, more = run_dir, []
     if where == "options":
         change_setup(run_dir, options=read_setup(run_dir).options | {"policy": "evilmod.P"})

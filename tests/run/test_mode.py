@@ -15,13 +15,12 @@ from run_tools import make_plan
 
 import pyps
 from pyps.errors import InputError
-from pyps.formats import Plan, RunMode, WorkerMode, read_plan, read_profile, write_json
+from pyps.formats import Mode, Plan, PlannedRun, read_plan, read_profile, write_json
 from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec
 from pyps.profiler.select import fit_of
 from pyps.run import RunOptions
 from pyps.run.spec import RunSpec, prepare, write_setup
-from pyps.worker.run.mode import RankMode
 from pyps.worker.run.settings import Settings
 
 PYPS = str(Path(sys.executable).parent / "pyps")
@@ -36,14 +35,14 @@ with pyps.join() as worker:
         torch.nn.functional.mse_loss(model(x), y).backward()
         worker.step()
 """
-INT8 = WorkerMode(push_codec="int8", pull_codec="bf16", depth=2)
+INT8 = Mode(push="int8", pull="bf16", depth=2)
 
 
-def in_mode(plan: Plan, policy: str = "hps", first: WorkerMode = INT8) -> Plan:
+def in_mode(plan: Plan, policy: str = "hps", first: Mode = INT8) -> Plan:
     """A plan of three workers for pipelines in which each has a mode of its own."""
-    modes = [first, WorkerMode(), WorkerMode(push_codec="int4")]
+    modes = [first, Mode(), Mode(push="int4")]
     workers = [replace(w, mode=mode) for w, mode in zip(plan.workers, modes, strict=True)]
-    return replace(plan, workers=workers, run=RunMode(policy=policy, round_timeout=7.5, pipeline=True))
+    return replace(plan, workers=workers, run=PlannedRun(policy=policy, round_timeout=7.5, depth="auto"))
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def spec_of(plan: Path, **options: Any) -> RunSpec:
 def test_the_plan_says_how_to_run(plan: Path) -> None:
     spec = spec_of(plan)
     assert (str(spec.policy), spec.policy.round_timeout_seconds) == ("hps", 7.5)
-    assert spec.modes == (RankMode(Codec.INT8, Codec.BF16, 2), RankMode(Codec.INT4, Codec.F32, 1))
+    assert spec.modes == (INT8, Mode(push="int4"))
     assert spec.departures == ()
     settings = [spec.settings(rank) for rank in spec.ranks]
     assert [(s.encoding.codec, s.pull_codec, s.depth) for s in settings] == [
@@ -178,7 +177,7 @@ def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
     bare = replace(made, run=None, workers=workers, iteration_seconds=0.2)
     write_json(plan, bare)
     spec = spec_of(plan, policy="asp", codec="int8", depth="auto")
-    assert (str(spec.policy), spec.modes) == ("asp", (RankMode(Codec.INT8, Codec.F32, 2),) * 2)
+    assert (str(spec.policy), spec.modes) == ("asp", (Mode(push="int8", depth=2),) * 2)
     assert spec.departures == ()  # it counts no transfers
     assert spec.setup.predicted_iteration_seconds == pytest.approx(8 / (5 / 0.1 + 3 / 0.2))  # no step waits
     workers = [msgspec.structs.replace(w, link_seconds=0.01) for w in bare.workers]
@@ -193,7 +192,7 @@ def test_a_plan_without_a_mode_is_run_as_the_options_say(plan: Path) -> None:
 @pytest.mark.thorough
 def test_a_run_in_another_mode_warns_and_predicts_nothing(shm: Path, plan: Path) -> None:
     made = read_plan(plan)
-    write_json(plan, in_mode(made, first=WorkerMode(push_codec="int8")))
+    write_json(plan, in_mode(made, first=Mode(push="int8")))
     command = [PYPS, "run", "--plan", str(plan), "--samples", "80", "--json"]
     runs: list[tuple[Plan, str]] = []
     for name, options in (("as", []), ("other", ["--policy", "asp"])):

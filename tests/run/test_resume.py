@@ -30,7 +30,7 @@ from pyps.checkpoint.state import save
 from pyps.cli.export import app
 from pyps.cli.run import app as run_app
 from pyps.errors import InputError
-from pyps.formats import RunMode, read_plan, write_json
+from pyps.formats import PlannedRun, read_plan, write_json
 from pyps.formats.events import EventLog, read_events
 from pyps.formats.files import write_lines
 from pyps.formats.plan import check_plan
@@ -223,7 +223,7 @@ def test_a_checkpoint_from_elsewhere_goes_on_in_its_order_of_samples(
     """Its position is one in this order; another one can be asked for. So with its policy, which `--policy`
     may have made another one than its plan's.
     """
-    named = msgspec.structs.replace(read_plan(plan), run=RunMode(policy="ssp"))
+    named = msgspec.structs.replace(read_plan(plan), run=PlannedRun(policy="ssp"))
     write_json(tmp_path / "named.json", named)
     with pyps.Store.create("run", {"a": np.ones(3, np.float32)}, batches=[4]) as store:
         path = save(store.state(), tmp_path / "checkpoints", seed=4, policy="asp:lookahead=false", plan=named)

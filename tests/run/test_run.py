@@ -27,9 +27,9 @@ from safetensors.numpy import load, load_file
 
 from pyps.checkpoint.folder import checkpoints
 from pyps.errors import InputError
-from pyps.formats import Fit, WorkerMode, write_json
+from pyps.formats import Fit, Mode, write_json
 from pyps.formats.events import read_events
-from pyps.formats.mode import RunMode
+from pyps.formats.mode import PlannedRun
 from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec, Encoding
 from pyps.run import RunOptions, run
@@ -240,8 +240,8 @@ def test_even_batches_have_the_transfers_of_the_plan() -> None:
     even = even_plan(replace(plan, workers=before), "plan.json", [fit, fit])
     for worker in even.workers:
         assert worker.predicted_seconds == pytest.approx(0.5 + 0.01 * worker.batch)
-    deep = [replace(w, mode=WorkerMode(depth=3), predicted_seconds=0.5) for w in before]
-    run = RunMode(policy="hps", pipeline=True)
+    deep = [replace(w, mode=Mode(depth=3), predicted_seconds=0.5) for w in before]
+    run = PlannedRun(policy="hps", depth="auto")
     even = even_plan(replace(plan, run=run, workers=deep), "plan.json", [fit, fit])
     assert [worker.predicted_seconds for worker in even.workers] == [0.5, 0.5]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pyps.errors import InputError
-from pyps.formats import WorkerMode
+from pyps.formats import Mode
 from pyps.formats.mode import CODEC_BITS
 from pyps.simulate import Result, Scenario, SimWorker, simulate
 from pyps.solver.links import LinkSlowdown
@@ -20,8 +20,7 @@ SHRUNK = LinkSlowdown(begin=6.0, end=18.0, factor=5.0)
 def scenario(*slow: LinkSlowdown, compute: float = 0.12) -> Scenario:
     """A message takes 40 ms; the first worker's link shrinks."""
     near, far = (
-        SimWorker(f"w{k}", 16, lambda b: compute, bandwidth=SIZE / 0.04, mode=WorkerMode(depth=2))
-        for k in range(2)
+        SimWorker(f"w{k}", 16, lambda b: compute, bandwidth=SIZE / 0.04, mode=Mode(depth=2)) for k in range(2)
     )
     return Scenario((replace(near, link_slowdowns=slow), far), up_bytes=SIZE, down_bytes=SIZE)
 
@@ -48,10 +47,8 @@ def test_bits_fall_on_the_link_that_shrinks_and_rise_when_it_recovers(policy: st
     fell = [one for one in follows.mode_changes if one.at < 18.0]
     rose = [one for one in follows.mode_changes if one.at >= 18.0]
     assert 6.0 < fell[0].at < 9.0
-    assert (
-        max(CODEC_BITS[fell[-1].change.after.push_codec], CODEC_BITS[fell[-1].change.after.pull_codec]) <= 16
-    )
-    assert (rose[-1].change.after.push_codec, rose[-1].change.after.pull_codec) == ("f32", "f32")
+    assert max(CODEC_BITS[fell[-1].change.after.push], CODEC_BITS[fell[-1].change.after.pull]) <= 16
+    assert (rose[-1].change.after.push, rose[-1].change.after.pull) == ("f32", "f32")
     assert rose[-1].at < 21.0
     assert len(follows.mode_changes) <= 5
     assert follows.samples == stays.samples

@@ -17,11 +17,11 @@ from sampled import examples
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
+    Mode,
     Pace,
     Plan,
     Profile,
     RunTable,
-    WorkerMode,
     encode,
 )
 from pyps.formats.mode import CODEC_BITS
@@ -67,7 +67,7 @@ def test_a_device_behind_20_megabytes_a_second_is_worth_having() -> None:
     assert all(w.batch for w in joint.workers)
     assert joint.run is not None
     far = joint.mode_of(joint.workers[1])
-    assert (far.push_codec, far.pull_codec, far.depth) == ("int8", "int8", 3)
+    assert (far.push, far.pull, far.depth) == ("int8", "int8", 3)
     assert joint.iteration_seconds == max(w.predicted_seconds for w in joint.workers)
     assert 4 * MOVED * 1.015625 / 4 / 2e7 < joint.iteration_seconds < 0.009, "one way, at int8, and compute"
     launched = valued(cluster, NEAR_AND_FAR, Pace(), [w.batch for w in serial.workers])
@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, list[Profile], Pace]:
     return cluster_of(draw(st.integers(1, min(9, most))), links, run=run), profiles, pace
 
 
-def step(profile: Profile, link: dict[str, float], batch: int, mode: WorkerMode) -> float:
+def step(profile: Profile, link: dict[str, float], batch: int, mode: Mode) -> float:
     """From one step of a worker to the next, written out once more."""
     assert profile.fit is not None
     compute = profile.fit.fixed_seconds + profile.fit.per_sample_seconds * batch
@@ -114,9 +114,9 @@ def step(profile: Profile, link: dict[str, float], batch: int, mode: WorkerMode)
     return compute + whole if mode.depth == 1 else max(compute, on_wire, whole / (mode.depth - 1))
 
 
-def transfer(link: dict[str, float], mode: WorkerMode) -> tuple[float, float]:
+def transfer(link: dict[str, float], mode: Mode) -> tuple[float, float]:
     """A push and a pull: seconds of the longer one on the wire, and of both with the latencies."""
-    sizes = [WIRE_BYTES[CODEC_BITS[codec]] for codec in (mode.push_codec, mode.pull_codec)]
+    sizes = [WIRE_BYTES[CODEC_BITS[codec]] for codec in (mode.push, mode.pull)]
     ways = [size * MOVED / link["bandwidth"] for size in sizes]
     return max(ways), sum(ways) + 2 * link["latency"]
 
@@ -126,7 +126,7 @@ def longest(
     profiles: list[Profile],
     pace: Pace,
     split: tuple[int, ...],
-    modes: list[WorkerMode],
+    modes: list[Mode],
 ) -> float:
     used = [k for k, batch in enumerate(split) if batch]
     found = max(step(profiles[k], links[k], split[k], modes[k]) for k in used)

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pyps.formats import WorkerMode
+from pyps.formats import Mode
 from pyps.formats.mode import Pace
 from pyps.formats.options import CodecName
 from pyps.solver.links import LinkCost, link_cost, step_seconds
-from pyps.solver.mode import Mode, bits_of, choices_while_running
+from pyps.solver.mode import ModeChoices, bits_of, choices_while_running
 from pyps.solver.online.mode import SOON, WINDOW, ModeBalancer, ModeChange, TimedTransfer
 
 PARAMETERS = 1_000_000
 BYTES = 4 * PARAMETERS
 LATENCY = 0.001
-EXACT = WorkerMode(depth=2)
-CODED = WorkerMode(push_codec="int8", pull_codec="int8", depth=3)
+EXACT = Mode(depth=2)
+CODED = Mode(push="int8", pull="int8", depth=3)
 
 
-def choices(kind: str = "free", mode: WorkerMode = EXACT) -> Mode:
+def choices(kind: str = "free", mode: Mode = EXACT) -> ModeChoices:
     return choices_while_running([mode], Pace(kind=kind))  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ class Pipeline:
     """
 
     kind: str = "free"
-    mode: WorkerMode = EXACT
+    mode: Mode = EXACT
     compute: float = 0.1
     rate: float = BYTES / 0.04
     others: float = 0.0
@@ -145,12 +145,12 @@ def test_longer_latency_is_hidden_by_a_deeper_pipeline() -> None:
             EXACT, 0.1, slow.one_way_seconds(32) + 0.06, 0.0, slow.one_way_seconds(32) + 0.06, k
         )
         changes.append(balancer.hear(one))
-    assert [change.after for change in changes if change] == [WorkerMode(depth=3)]
+    assert [change.after for change in changes if change] == [Mode(depth=3)]
 
 
 def test_choices_keep_the_plans_error() -> None:
     assert set(choices().push) == {"f32", "bf16", "int8"}
-    four = WorkerMode(push_codec="int4", pull_codec="bf16", depth=5)
+    four = Mode(push="int4", pull="bf16", depth=5)
     assert choices(mode=four).push[-1] == "int4"
     assert choices(mode=four).depths == (2, 5)
 
@@ -158,6 +158,6 @@ def test_choices_keep_the_plans_error() -> None:
 @pytest.mark.parametrize("codec", ["f16", "nf4"])
 def test_a_codec_that_the_planner_does_not_choose_by_itself_is_left_too(codec: CodecName) -> None:
     """A cluster file may state it."""
-    mode = WorkerMode(push_codec=codec, pull_codec=codec, depth=2)
+    mode = Mode(push=codec, pull=codec, depth=2)
     (change,) = Pipeline(mode=mode).steps(WINDOW)
-    assert (change.before, change.after.push_codec) == (mode, "f32")
+    assert (change.before, change.after.push) == (mode, "f32")

@@ -17,13 +17,14 @@ from pyps.formats import (
     GoodputInfo,
     HpsEstimate,
     Limits,
+    Mode,
     NoiseForecast,
     Plan,
+    PlannedRun,
     PlanWorker,
     Quantization,
     R2spRemedies,
     R2spSchedule,
-    RunMode,
     RunTable,
     Sharding,
     Shared,
@@ -31,7 +32,6 @@ from pyps.formats import (
     SyncEstimate,
     TargetEstimate,
     WorkerGroup,
-    WorkerMode,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,8 +43,8 @@ KINDS = (
     *(
         Plan,
         PlanWorker,
-        RunMode,
-        WorkerMode,
+        PlannedRun,
+        Mode,
         R2spSchedule,
         R2spRemedies,
         HpsEstimate,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with, train
 
-from pyps.formats.mode import CODEC_BITS, WorkerMode
+from pyps.formats.mode import CODEC_BITS, Mode
 from pyps.formats.records import StepRecord, read_run
 from pyps.solver.links import LinkSlowdown, LinkSpec
 from pyps.solver.online.mode import ModeBalancer, TimedTransfer
@@ -50,9 +50,9 @@ def records_of(
     return records
 
 
-def bits_of(mode: WorkerMode | None) -> tuple[int, int]:
+def bits_of(mode: Mode | None) -> tuple[int, int]:
     assert mode is not None
-    return CODEC_BITS[mode.push_codec], CODEC_BITS[mode.pull_codec]
+    return CODEC_BITS[mode.push], CODEC_BITS[mode.pull]
 
 
 def test_bits_fall_and_rise_with_the_link(shm: Path, tmp_path: Path) -> None:

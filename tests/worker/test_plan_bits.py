@@ -16,11 +16,12 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
 import pyps
 from pyps.errors import InputError
+from pyps.formats.mode import Mode
 from pyps.formats.records import read_run
 from pyps.native.values import Codec
-from pyps.store.codec import decode
+from pyps.store.codec import decode, name_of
 from pyps.store.policies import ASP, BSP, policy_named
-from pyps.worker.run.mode import ModeOptions, RankMode
+from pyps.worker.run.mode import ModeOptions
 from pyps.worker.run.settings import Settings
 from pyps.worker.step.loop import Worker
 
@@ -98,7 +99,7 @@ def test_few_bits_both_ways_train_as_well(shm: Path) -> None:
     for codec in (Codec.F32, Codec.INT8):
         model = make_model()
         base = Settings("run", 0, ASP(), 300 * SAMPLES, 5, batches=(SAMPLES,))
-        with Worker(base.with_mode(RankMode(codec, codec, depth=2))) as worker:
+        with Worker(base.with_mode(Mode(push=name_of(codec), pull=name_of(codec), depth=2))) as worker:
             worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for x, y in worker.batches((X, Y)):
                 backward(loss_of(model, x, y))

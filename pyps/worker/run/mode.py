@@ -6,31 +6,18 @@ steps at 32 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pyps.errors import InputError
 from pyps.formats import Plan, PlanWorker, options
-from pyps.formats.mode import FROM_PLAN
-from pyps.formats.options import AUTO, MAX_DEPTH, as_depth
+from pyps.formats.mode import FROM_PLAN, Mode
+from pyps.formats.options import AUTO, MAX_DEPTH, CodecName, as_depth
 from pyps.native.values import Codec
 from pyps.solver.constrained import paced_seconds
-from pyps.solver.mode import Mode, choices_while_running
+from pyps.solver.mode import ModeChoices, choices_while_running
 from pyps.solver.online.mode import may_change
-from pyps.store.codec import as_codec
+from pyps.store.codec import as_codec, name_of
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named
-
-
-@dataclass(frozen=True)
-class RankMode:
-    """One rank's codecs, its steps under way at once (1: no pipeline), and the run's local steps between two
-    pushes, on average (0: none), with the moments that are averaged.
-    """
-
-    push: Codec = Codec.F32
-    pull: Codec = Codec.F32
-    depth: int = 1
-    local_steps: int = 0
-    average_moments: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +47,8 @@ def launched_policy(wanted: ModeOptions, plan: Plan | None, where: str = "plan")
 
 def launched_mode(
     wanted: ModeOptions, policy: Policy, plan: Plan | None, worker: PlanWorker | None, where: str = "plan"
-) -> RankMode:
-    """The mode of one rank.
+) -> Mode:
+    """Return the mode of one rank.
 
     wanted: what was asked for. policy: of the run. plan, worker: what was planned, and for which worker;
     None: nothing. where: the plan's file, for errors.
@@ -72,8 +59,8 @@ def launched_mode(
     push, pull, depth = planned.push, planned.pull, planned.depth
     if wanted.codec == FROM_PLAN:
         push, pull = _planned_codecs(plan, worker, where)
-    elif wanted.codec is not None and as_codec(wanted.codec) is not push:
-        push, pull = as_codec(wanted.codec), Codec.F32
+    elif wanted.codec is not None and (asked_codec := name_of(as_codec(wanted.codec))) != push:
+        push, pull = asked_codec, "f32"
     asked = as_depth(wanted.depth)
     if asked == AUTO:
         depth = depth if depth > 1 else _useful_depth(worker)
@@ -81,33 +68,27 @@ def launched_mode(
         depth = asked
     if depth > 1:
         check_pipeline(policy)
-    return replace(planned, push=push, pull=pull, depth=depth)
+    return Mode(push=push, pull=pull, depth=depth)
 
 
-def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> RankMode:
-    """The mode that the plan names for a worker; serial at 32 bits if it names none.
+def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> Mode:
+    """Return the mode that the plan names for a worker; serial at 32 bits if it names none.
 
     worker: None: one that the plan does not have.
     """
-    if plan is None or plan.run is None:
-        return RankMode()
-    local = RankMode(local_steps=plan.run.local_steps or 0, average_moments=plan.run.average_moments or 0)
-    if worker is None:
-        return local
-    mode = plan.mode_of(worker)
-    return replace(local, push=as_codec(mode.push_codec), pull=as_codec(mode.pull_codec), depth=mode.depth)
+    return Mode() if plan is None or worker is None else plan.mode_of(worker)
 
 
-def choices_of(plan: Plan, policy: Policy) -> Mode:
+def choices_of(plan: Plan, policy: Policy) -> ModeChoices:
     """The codecs and depths that the workers of a pipelined run may change to."""
     modes = [plan.mode_of(worker) for worker in plan.workers if worker.batch > 0]
     return choices_while_running(modes, policy.pace)
 
 
-def adapts(wanted: ModeOptions, policy: Policy, mode: RankMode) -> bool:
+def adapts(wanted: ModeOptions, policy: Policy, mode: Mode, plan: Plan) -> bool:
     """Return whether a rank's codecs and depth follow its link, in a run that is rebalanced."""
-    planned = wanted.codec == FROM_PLAN and mode.depth > 1
-    return planned and may_change(policy.pace, local=bool(mode.local_steps))
+    local = plan.run is not None and bool(plan.run.local_steps)
+    return wanted.codec == FROM_PLAN and mode.depth > 1 and may_change(policy.pace, local=local)
 
 
 def _useful_depth(worker: PlanWorker | None) -> int:
@@ -116,17 +97,17 @@ def _useful_depth(worker: PlanWorker | None) -> int:
     return 2 if planned is None else max(2, min(planned.depth, MAX_DEPTH))
 
 
-def _planned_codecs(plan: Plan | None, worker: PlanWorker | None, where: str) -> tuple[Codec, Codec]:
+def _planned_codecs(plan: Plan | None, worker: PlanWorker | None, where: str) -> tuple[CodecName, CodecName]:
     """A worker's codecs for pushes and for pulls. Raises InputError where the plan has none."""
     if plan is None or worker is None:
         raise InputError("join", "codec", "'plan' without a plan", "a codec's name, or a run by a plan")
     if worker.mode is None:
         expected = "codecs: plan again with --codec plan and bandwidths"
         raise InputError(where, f"workers[{worker.rank}].mode", "nothing", expected)
-    return as_codec(worker.mode.push_codec), as_codec(worker.mode.pull_codec)
+    return worker.mode.push, worker.mode.pull
 
 
-def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[str]:
+def departures(plan: Plan, policy: Policy, modes: dict[int, Mode]) -> list[str]:
     """In what the launched mode is not the plan's, if that changes how long an iteration takes.
 
     plan: with the mode that it was made for. policy: of the run. modes: of each of the plan's workers in use,
@@ -134,7 +115,7 @@ def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[s
     """
     if plan.run is None:
         counted = any(worker.link_seconds for worker in plan.workers)
-        serial = all(mode == RankMode() for mode in modes.values())
+        serial = all(mode == Mode() for mode in modes.values())
         found = ["codec or depth: the plan names none"] if counted and not serial else []
         if paced_seconds(plan, policy.pace) is None:
             found.append(f"policy: {policy}, and the plan is of {DEFAULT_POLICY}")
@@ -143,13 +124,7 @@ def departures(plan: Plan, policy: Policy, modes: dict[int, RankMode]) -> list[s
     if str(policy) != plan.run.policy:
         found.append(f"policy: {policy} instead of {plan.run.policy}")
     for key in ("push", "pull", "depth"):
-        pairs = [
-            (getattr(planned_mode(plan, plan.workers[k]), key), getattr(m, key)) for k, m in modes.items()
-        ]
-        changed = sorted({(_text(was), _text(now)) for was, now in pairs if was != now})
+        pairs = [(getattr(plan.mode_of(plan.workers[k]), key), getattr(m, key)) for k, m in modes.items()]
+        changed = sorted({(str(was), str(now)) for was, now in pairs if was != now})
         found += [f"{key}: {now} instead of {was}" for was, now in changed]
     return found
-
-
-def _text(value: Codec | int) -> str:
-    return value.name.lower() if isinstance(value, Codec) else str(value)

@@ -22,17 +22,18 @@ import msgspec
 from pyps.errors import InputError
 from pyps.formats import Fit, Memory, Plan, PlanWorker, read_plan
 from pyps.formats.files import learnt
+from pyps.formats.mode import Mode
 from pyps.formats.plan import TurnSchedule, plan_turns
 from pyps.formats.setup import VARIABLE
 from pyps.native.decisions import PolicyParams
 from pyps.native.values import STAGING_BUFFERS, Agreement, Codec, CostModel, Encoding
 from pyps.solver.links import LinkSpec
-from pyps.solver.mode import Mode
-from pyps.store.codec import fed_back
+from pyps.solver.mode import ModeChoices
+from pyps.store.codec import as_codec, fed_back, name_of
 from pyps.store.policies import Policy, policy_named
 from pyps.store.store import Store
 from pyps.worker.run.emulated_link import EmulatedLinks, FarStore
-from pyps.worker.run.mode import ModeOptions, RankMode, choices_of, launched_mode, launched_policy
+from pyps.worker.run.mode import ModeOptions, choices_of, launched_mode, launched_policy
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import Throttle
@@ -120,7 +121,7 @@ class Settings:
     adapts: bool = False
 
     @property
-    def choices(self) -> Mode | None:
+    def choices(self) -> ModeChoices | None:
         """The codecs and depths that it may change to; None: its mode stays."""
         if not self.adapts or self.plan_path is None:
             return None
@@ -190,7 +191,7 @@ class Settings:
             wanted = replace(wanted, depth=self.depth)
         mode = launched_mode(wanted, policy, plan, worker)
         if wanted.codec is None:
-            mode = replace(mode, push=self.encoding.codec, pull=self.pull_codec)
+            mode = Mode(push=name_of(self.encoding.codec), pull=name_of(self.pull_codec), depth=mode.depth)
         settings = replace(self, policy=policy)
         if plan is not None and self.plan_path is not None:
             settings = settings.with_plan(plan, self.plan_path)
@@ -209,18 +210,18 @@ class Settings:
             micro_batch=_micro_batch(worker, plan),
             max_batch=(worker.max_batch or 0) if worker else 0,
             memory=worker.memory if worker else None,
+            local_steps=(plan.run.local_steps or 0) if plan.run else 0,
+            average_moments=(plan.run.average_moments or 0) if plan.run else 0,
             schedule=plan_turns(plan, str(path)) if self.policy.needs.uses_turns else None,
         )
 
-    def with_mode(self, mode: RankMode) -> Settings:
+    def with_mode(self, mode: Mode) -> Settings:
         """These settings with a mode's depth and codecs; gradients are encoded with error feedback."""
         return replace(
             self,
-            encoding=fed_back(mode.push),
-            pull_codec=mode.pull,
+            encoding=fed_back(as_codec(mode.push)),
+            pull_codec=as_codec(mode.pull),
             depth=mode.depth,
-            local_steps=mode.local_steps,
-            average_moments=mode.average_moments,
             staging_buffers=max(self.staging_buffers, mode.depth),
         )
 

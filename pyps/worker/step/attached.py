@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pyps.errors import Diverged, InputError, InvalidArgument
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 from pyps.native.decisions import PolicyNeeds
 from pyps.native.values import Codec, Encoding, PushRequest
 from pyps.solver.online.mode import ModeBalancer
@@ -212,7 +212,7 @@ def _mode_balancer(settings: Settings, client: StoreClient) -> ModeBalancer | No
     if choices is None or not client.store.has_link:
         return None
     push, pull = name_of(settings.encoding.codec), name_of(settings.pull_codec)
-    mode = WorkerMode(push_codec=push, pull_codec=pull, depth=settings.depth)
+    mode = Mode(push=push, pull=pull, depth=settings.depth)
     layout, links = client.store.layout, settings.throttle.links if settings.throttle else ()
     return ModeBalancer(choices, mode, layout.parameters, sum(link.latency_seconds for link in links))
 

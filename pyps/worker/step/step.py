@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps.formats.mode import WorkerMode
+from pyps.formats.mode import Mode
 from pyps.formats.records import Span, StepRecord
 from pyps.native.ranges import Ranges
 from pyps.native.values import Claim, PushResult
@@ -67,7 +67,7 @@ class Step:
         self.looked: Ranges | None = None  # where its gradient is known to be finite
         self.loss: float | None = None
         self.lr: float | None = None  # of the first parameter group
-        self.mode: WorkerMode | None = None  # of its transfer, where that may change
+        self.mode: Mode | None = None  # of its transfer, where that may change
 
     @property
     def share(self) -> float:

@@ -432,8 +432,8 @@ class Transport:
         """A transfer has ended: the mode of the next ones may change."""
         assert self._modes is not None
         if (change := self._modes.hear(one)) is not None:
-            self.encoding = fed_back(as_codec(change.after.push_codec))
-            self._client.pull_codec = as_codec(change.after.pull_codec)
+            self.encoding = fed_back(as_codec(change.after.push))
+            self._client.pull_codec = as_codec(change.after.pull)
             self._machine.set_depth(change.after.depth)
 
     def _merging(self, bring: Callable[[], int]) -> int:
