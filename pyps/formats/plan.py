@@ -236,7 +236,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan as plain data, of this version. Earlier ones said codecs and depths in `run.workers`, bits
+    """Return a plan as plain data of this version. Earlier ones said codecs and depths in `run.workers`, bits
     and depths in `hps.workers`, `pipeline` for a depth, and a worker's fit error twice. What is none stays.
     """
     run, hps, workers = raw.get("run"), raw.get("hps"), raw.get("workers", [])
