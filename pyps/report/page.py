@@ -169,9 +169,6 @@ def findings(run: RunData) -> Iterator[str]:
     report = run.report
     yield from (f"{line[0].upper()}{line[1:]}." for line in absences(report))
     yield from (f"{line[0].upper()}{line[1:]}." for line in report.stragglers)
-    if report.short_rounds:
-        rounds = f"{report.short_rounds:,} of {report.versions:,} rounds"
-        yield f"{rounds} had fewer samples than the global batch of {report.global_batch:,}."
     s = report.samples
     if s.returned or s.skipped or s.dropped:
         rest = f"{s.skipped:,} skipped, {s.dropped:,} dropped"

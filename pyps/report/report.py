@@ -49,6 +49,7 @@ REPORT_SCHEMA: Final = "pyps.report/1.1"
 REPORT = "report.json"
 RunOutcome = Literal["finished", "interrupted", "failed", "unfinished"]  # the worst last
 MIN_ABSENT_SECONDS = 1.0  # that are said
+MOST_VERSIONS = 8  # of short rounds that are named
 FAR_OFF = 2.0  # times the prediction, or its half: the plan was made from other figures than this run's
 LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
 LEAST_LOADING_SECONDS = 1e-3  # about what a batch takes from a loader process to its rank
@@ -133,6 +134,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss: over time, at most CURVE_POINTS points, each of whole global batches.
     short_rounds: rounds with fewer samples than a global batch, the last one aside; None where no round has
         several sources, the policy does not wait for all, or the host's part of the batch changed.
+    short_versions: the first MOST_VERSIONS that these rounds made.
     replans: why the batches changed while it trained, and how the ranks' codecs and depths did, one line a
         change.
     stragglers: which ranks are, by version and by time, one line a rank.
@@ -167,6 +169,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None = None
     loss: list[LossPoint] = []
     short_rounds: NonNegative | None = None
+    short_versions: list[NonNegative] = []
     stragglers: list[str] = []
     advice: list[str] = []
     turns: TurnsReport | None = None
@@ -211,7 +214,7 @@ def make_report(
     times = distribution(iteration_times(applied, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
     measured_over_predicted = times.median / predicted if predicted and times.count else None
-    losses = loss_points(applied, setup.global_batch)
+    losses, short = loss_points(applied, setup.global_batch), short_rounds(records, setup)
     return Report(
         outcome=outcome,
         policy=setup.policy,
@@ -234,7 +237,8 @@ def make_report(
         loss_first=losses[0].loss if losses else None,
         loss_last=losses[-1].loss if losses else None,
         loss=thinned(losses),
-        short_rounds=short_rounds(applied, setup),
+        short_rounds=None if short is None else len(short),
+        short_versions=(short or [])[:MOST_VERSIONS],
         stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
@@ -289,9 +293,7 @@ def rank_report(
     """
     rank = setup.rank
     applied = [r for r in mine if is_applied(r)]
-    present = [
-        r for r in mine if not r.fenced
-    ]  # a step that its worker was stopped in says nothing of the usual ones
+    present = [r for r in mine if not r.fenced]  # a stopped worker's step says nothing of the usual ones
     data, compute, push, pull, wait = map(distribution, phase_seconds(present))
     return RankReport(
         rank=rank,
@@ -324,9 +326,7 @@ def rank_report(
 
 
 def absences(report: Report) -> Iterator[str]:
-    """Return for each rank whose processes died, or that was away while others trained: why, and for how
-    long.
-    """
+    """Say which ranks' processes died or were away, why and how long, and which rounds are smaller for it."""
     for r in report.ranks:
         away = f"absent for {r.absent_seconds:,.1f} s while others trained"
         long = r.absent_seconds >= MIN_ABSENT_SECONDS
@@ -336,21 +336,22 @@ def absences(report: Report) -> Iterator[str]:
         parts += [f"died{often}: {death}" for death in r.deaths[-1:]]
         if parts:
             yield f"rank {r.rank} ({r.name}) {'; it '.join(parts)}"
+    if report.short_rounds:
+        named = ", ".join(map(str, report.short_versions)) + ", ..." * (report.short_rounds > MOST_VERSIONS)
+        rounds = f"{report.short_rounds:,} of {report.versions:,} rounds (version {named})"
+        few = f"had fewer samples than the global batch of {report.global_batch:,}"
+        yield f"{rounds} {few}: their gradients are not those of one process with whole batches"
 
 
 def crowding(setup: RunSetup, ranks: Sequence[RankReport]) -> str:
-    """Return whether more processes train and load than there are cores; empty if not, or if that is not
-    known.
-    """
+    """Say that more processes train and load than there are cores; empty if not, or if it is not known."""
     processes = sum(1 + rank.loader_workers for rank in ranks if rank.steps)
     cores = f"{setup.cpus} CPU core{'s' * (setup.cpus != 1)}"
     return f"{processes} processes share {cores}" if 0 < setup.cpus < processes else ""
 
 
 def loading_advice(rank: RankReport, crowd: str = "") -> str:
-    """Return what to change if loading data holds this rank up; empty if it does not. crowd: as crowding
-    says.
-    """
+    """Return what to change if loading data holds this rank up, or nothing. crowd: as crowding says."""
     data, compute, loader = rank.data.median, rank.compute.median, rank.loader.median
     if data <= max(LEAST_LOADING_SECONDS, LOADING_SHARE * (data + compute)) or not loader:
         return ""
@@ -362,9 +363,8 @@ def loading_advice(rank: RankReport, crowd: str = "") -> str:
         return f"{who}, which its training thread loads: use batches(..., num_workers={needed})"
     if loader > compute:
         busy = f"its {rank.loader_workers} loader processes need {loader * 1e3:.1f} ms a step"
-        return (
-            f"{who}: {busy}, its compute {compute * 1e3:.1f} ms; use num_workers={needed}, or faster samples"
-        )
+        busy += f", its compute {compute * 1e3:.1f} ms"
+        return f"{who}: {busy}; use num_workers={needed}, or faster samples"
     alone = rank.loader_workers * loader
     if alone < data:  # what is long is the way from process to process, or the wait for a CPU core
         made = f"its {rank.loader_workers} processes load a step in {alone * 1e3:.1f} ms in all"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -139,18 +140,20 @@ def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossP
     return [LossPoint(g[-1].seconds, g[-1].samples, sum(p.loss for p in g) / len(g)) for g in groups]
 
 
-def short_rounds(records: Sequence[StepRecord], setup: RunSetup) -> int | None:
-    """Rounds of fewer samples than a global batch; None where every version has one source, or the policy
-    does not wait for all. In one host's part of a run they count by its ranks: None where what is planned for
-    these has changed.
+def short_rounds(records: Sequence[StepRecord], setup: RunSetup) -> list[int] | None:
+    """Versions of rounds with fewer samples than a global batch; None where every version has one source, or
+    the policy does not wait for all. In one host's part of a run they count by its ranks: None where what is
+    planned for these has changed. A round that lacks the record of a worker that was killed is not counted.
     """
-    if setup.policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in records):
+    applied, part = applied_steps(records), setup.options.get("ranks") is not None
+    if setup.policy in WAITS_FOR_SOME or not any(r.sources > 1 for r in applied):
         return None
-    changes = setup.policy in RESIZES or len({r.plan for r in records}) > 1
-    if changes and setup.options.get("ranks") is not None:
+    if part and (setup.policy in RESIZES or len({r.plan for r in applied}) > 1):
         return None
-    samples = [count for _, (_, count) in sorted(version_times(records).items())]
-    return sum(count < setup.global_batch for count in samples[:-1])
+    seen, sure = Counter(r.version for r in applied), part or any(r.skipped for r in records)
+    unknown = {r.version for r in applied if not sure and r.sources > seen[r.version]}
+    found = sorted(version_times(applied).items())[:-1]
+    return [k for k, (_, samples) in found if samples < setup.global_batch and k not in unknown]
 
 
 def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:

@@ -51,7 +51,8 @@ def steps(count: int, staleness: int = 0, absent: tuple[float, float] = (0.0, 0.
                 ("push", t + 0.01 + compute, t + 0.115),
             ]
             record = make_record(rank, k + 1, BATCHES[rank], spans, loss=5.0 / (k + 1))
-            yield msgspec.structs.replace(record, staleness=staleness)
+            alone = absent[0] <= begin < absent[1]
+            yield msgspec.structs.replace(record, staleness=staleness, sources=2 - alone)
 
 
 def make_run(folder: Path, records: list[StepRecord], setup: RunSetup | None = None) -> Path:
@@ -121,7 +122,9 @@ def test_sections_findings_and_links(folder: Path) -> None:
     assert all((folder / link).exists() for link in parsed.links)
     assert {"report.json", "plan.json", "run.jsonl"} <= set(parsed.links)
     assert "Rank 1 (slow &amp; &lt;old&gt;) was absent for 4." in page
-    assert re.search(r"3\d of 100 rounds had fewer samples than the global batch of 10", page)
+    assert re.search(
+        r"3\d of 100 rounds \(version [^)]*, \.\.\.\) had fewer samples than the global batch of 10", page
+    )
     assert "killed by &lt;SIGKILL&gt;" in page
     assert ">undone<" in page
     assert "back at version 40, without 1,234 versions after it" in page

@@ -128,10 +128,21 @@ def test_a_gradient_that_softsync_collects_is_of_the_version_made_next() -> None
 )
 def test_a_round_is_short_where_it_waits_for_all(policy: str, short: int | None) -> None:
     """Rank 1 is not in the second of three rounds."""
-    records = [record(rank, k + 1, k + 1, 2.0 * k, sources=2) for k in range(3) for rank in (0, 1)]
+    records = [record(rank, k + 1, k + 1, 2.0 * k, sources=2 - (k == 1)) for k in range(3) for rank in (0, 1)]
     del records[3]
     setup = msgspec.structs.replace(SETUP, policy=policy)
-    assert make_report(setup, records, [], StoreTotals(), "finished").short_rounds == short
+    report = make_report(setup, records, [], StoreTotals(), "finished")
+    assert (report.short_rounds, report.short_versions) == (short, [2] if short else [])
+    said = "1 of 3 rounds (version 2) had fewer samples than the global batch of 10"
+    assert [line.startswith(said) for line in absences(report)] == [True] * bool(short)
+
+
+def test_a_round_is_not_short_by_the_record_that_a_killed_worker_did_not_write() -> None:
+    """Its gradient is in the parameters, as the other's record says: two sources."""
+    records = [record(rank, k + 1, k + 1, 2.0 * k, sources=2) for k in range(3) for rank in (0, 1)]
+    del records[3]
+    report = report_of(records)
+    assert (report.short_rounds, list(absences(report))) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +153,7 @@ def test_a_hosts_part_of_a_round_is_not_short_by_what_others_got(
 ) -> None:
     """A re-plan, or hps in each round, gives samples of its ranks to those of another host."""
     records = [
-        record(rank, k + 1, k + 1, 2.0 * k, sources=3, samples=B // 2 - (k > 0), plan=plan * (k > 0))
+        record(rank, k + 1, k + 1, 2.0 * k, sources=2, samples=B // 2 - (k > 0), plan=plan * (k > 0))
         for k in range(4)
         for rank in (0, 1)
     ]

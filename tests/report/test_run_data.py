@@ -115,7 +115,8 @@ def test_every_sentence_about_a_killed_resumed_killed_run_is_true() -> None:
     assert (report.outcome, report.error) == ("unfinished", "it still trains, or its launcher was killed")
     assert list(findings(run)) == [
         "Rank 1 (device-1) was absent for 5.3 s while others trained; it died: killed by SIGKILL.",
-        "2 of 62 rounds had fewer samples than the global batch of 8.",
+        "2 of 62 rounds (version 36, 37) had fewer samples than the global batch of 8: their gradients are "
+        "not those of one process with whole batches.",
         "Rank 1 (device-1) computes 201.3 ms a step, where the plan has 100.0 ms: profile it again as it "
         "trains here: same model, precision and CPU threads, and no other work.",
         "Rebalanced: rank 1 is away: [5, 3] -> [8, 0].",
