@@ -2,10 +2,14 @@
 
     [--seconds 1800] [--policy saps:threshold=fixed,bound=24] [--seed 1]
 
-Even ranks map the store, odd ones reach it over TCP through a relay that is cut and falls silent. Held all
-the time: versions come (no hang), and every rank that is left alone pushes. Held at the end: each rank's
-pushes count once in the parameters, in the counters and in what its workers know; staleness keeps its
-bound; memory, descriptors and threads of the server and the size of the segment have not grown.
+Even ranks map the store, odd ones reach it over TCP, each with a key that is bound to its rank, through a
+relay that is cut and falls silent. A guest, whose key is bound to ranks beyond the plan, tries what is not
+its own, and joins until the memory that its key may have is used up. Stores take the names of others.
+
+Held all the time: versions come (no hang), and every rank that is left alone pushes; the guest is refused;
+whoever ends removes its own store and no other of its name. Held at the end: each rank's pushes count once in
+the parameters, in the counters and in what its workers know; staleness keeps its bound; memory, descriptors
+and threads of the server and the size of the segment have not grown.
 """
 
 from __future__ import annotations
@@ -22,13 +26,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 from remote_tools import Relay
 
+from pyps.errors import Busy, InvalidArgument, OutOfSpace, PypsError, SegmentExists
+from pyps.native import unlink
+from pyps.remote import create_store, open_store
+from pyps.remote.keys import KeyFolder
+from pyps.remote.server import Server
 from pyps.store import Store
 from pyps.store.policies import policy_named
 
@@ -49,6 +61,8 @@ GROWTH_MIB = 16.0  # of private memory from the first quarter to the last: the s
 GROWTH_COUNT = 16  # of descriptors and threads: of sessions that are just ending
 FOLDER = Path(__file__).parent
 POLICIES = ("saps:threshold=fixed,bound=24", "ssp:bound=4", "r2sp", "dssp:bound=2,extra=4", "asp")
+GUESTS = 3  # new workers that the guest's key may have at least, while all ranks are gone
+GUEST = "guest"
 EXPECTED_EXITS = (0, 3, 4, -signal.SIGKILL, -signal.SIGTERM)  # see soak_worker.py; SIGTERM: before it listens
 
 
@@ -94,8 +108,8 @@ class Memory:
 class Fleet:
     """The ranks' processes; what they say of their pushes goes to a file for each process."""
 
-    def __init__(self, store: str, address: str, folder: Path) -> None:
-        self._names, self._folder = (store, address), folder
+    def __init__(self, store: str, address: str, keys: Path, folder: Path) -> None:
+        self._store, self._address, self._keys, self._folder = store, address, keys, folder
         self.started = 0
         self.logs: dict[int, list[Path]] = {rank: [] for rank in range(RANKS)}
         self.up: dict[int, subprocess.Popen[bytes]] = {}
@@ -109,7 +123,8 @@ class Fleet:
         self.logs[rank].append(log)
         codec = "bf16" if rank % 4 == 1 else "f32"  # 1 is exact in both
         pace = 0.005 * (1 + rank)  # unlike workers
-        command = [sys.executable, str(FOLDER / "soak_worker.py"), self._names[rank % 2]]
+        where = keyed(self._address, self._keys, key_of(rank)) if rank % 2 else self._store
+        command = [sys.executable, str(FOLDER / "soak_worker.py"), where]
         with open(log, "wb") as out, open(f"{log}.err", "wb") as err:
             self.up[rank] = subprocess.Popen([*command, str(rank), str(pace), codec], stdout=out, stderr=err)
         self.started += 1
@@ -185,10 +200,12 @@ class Soak:
     """One run under one policy; `run` raises Failed."""
 
     def __init__(
-        self, store: Store, server: psutil.Process, segment: Path, fleet: Fleet, relay: Relay
+        self, store: Store, server: psutil.Process, segment: Path, fleet: Fleet, relay: Relay, guest: str
     ) -> None:
-        self.store, self.fleet, self.relay = store, fleet, relay
+        self.store, self.fleet, self.relay, self._guest = store, fleet, relay, guest
         self.memory, self.harms = Memory(), Counter[str]()
+        self._beside = ThreadPoolExecutor(1)  # for what takes longer than a look may wait
+        self._visit: Future[None] | None = None
         self.silence = 0.0
         self._server, self._segment = server, segment
         self._seen = dict.fromkeys(range(RANKS), (0, time.monotonic()))  # log size, since when
@@ -207,6 +224,7 @@ class Soak:
     def run(self, seconds: float, rng: random.Random, report: bool) -> None:
         began = time.monotonic()
         harm_at, sample_at, say_at = began, began, began + 60.0
+        self._intrude()
         while (now := time.monotonic()) < began + seconds:
             for rank in self.fleet.tend():
                 self._touch(rank)
@@ -215,7 +233,8 @@ class Soak:
                 self._harm(rng)
                 harm_at = now + rng.uniform(0.1, 0.9)
             if now >= sample_at:
-                self.memory.sample(self._server, self._segment)
+                if not self._busy:
+                    self.memory.sample(self._server, self._segment)
                 self._look_at_ranks()
                 sample_at = now + SAMPLE_SECONDS
             if report and now >= say_at:
@@ -224,6 +243,7 @@ class Soak:
             self._look()
             time.sleep(TICK_SECONDS)
         self.relay.deaf.clear()
+        self.end_visit()
         self.fleet.retire()
 
     def _touch(self, rank: int) -> None:
@@ -241,6 +261,9 @@ class Soak:
         if draw < 0.25:
             self._silence_link(rng)
             return
+        if draw < 0.35:
+            self._intrude()
+            return
         if away >= MOST_AWAY:
             return
         self._touch(rank)
@@ -255,6 +278,26 @@ class Soak:
         else:
             fleet.stop(rank, rng.choice((0.05, 0.3, 2.0 * CLIENT_TIMEOUT_SECONDS, 2.5)))
             self.harms["stop"] += 1
+
+    def _intrude(self) -> None:
+        """Let the guest come, and stores take names, by turns. Raises what went wrong in the last one."""
+        if self._busy:
+            return
+        self.end_visit()
+        how = "name" if self.harms["visit"] > self.harms["name"] else "visit"
+        act = (trespass, self._guest) if how == "visit" else (take_name, self._segment.parent)
+        self._visit = self._beside.submit(*act)
+        self.harms[how] += 1
+
+    @property
+    def _busy(self) -> bool:
+        """Return whether something is done beside, which has descriptors and memory of this process."""
+        return self._visit is not None and not self._visit.done()
+
+    def end_visit(self) -> None:
+        """Wait for what is done beside. Raises Failed."""
+        if self._visit is not None:
+            self._visit.result()
 
     def _silence_link(self, rng: random.Random) -> None:
         """Drop what the server says for a moment; then end the connections."""
@@ -285,7 +328,7 @@ class Soak:
     def check(self, bound: int | None) -> None:
         """Every push once, in the parameters, in the counters and in the workers' own words."""
         flat, ranks = self.store.snapshot().tensors, self.store.ranks()
-        for rank, counted in enumerate(ranks):
+        for rank, counted in enumerate(ranks[:RANKS]):
             values = set(flat[f"rank-{rank}"].tolist())
             if fault := miscount(counted.pushes, values, *self.fleet.said(rank)):
                 raise Failed(f"rank {rank}: {fault}")
@@ -302,15 +345,81 @@ class Soak:
             name: " ".join(f"{v:.3g}" for v in values) for name, values in self.memory.quarters().items()
         }
         return (
-            f"{sum(r.pushes for r in ranks)} pushes (least heard rank {min(r.pushes for r in ranks)}), "
+            f"{sum(r.pushes for r in ranks)} pushes "
+            f"(least heard rank {min(r.pushes for r in ranks[:RANKS])}), "
             f"{self.fleet.started} processes, {harms['kill']} kills, {harms['stop']} stops, "
             f"{harms['leave']} leaves and joins, {harms['cut']} cuts, {harms['silence']} silences, "
+            f"{harms['visit']} visits of a guest, {harms['name']} names taken, "
             f"{harms['lost']} gave up; largest staleness {max(r.staleness_max for r in ranks)}, "
             f"without a version at most {self.silence:.2f} s; medians of the quarters: "
             f"server {quarters['server']} MiB, watcher {quarters['here']} MiB, "
             f"segment {quarters['segment']} MiB, {quarters['descriptors']} descriptors, "
             f"{quarters['threads']} threads"
         )
+
+
+def key_of(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def keyed(address: str, keys: Path, name: str) -> str:
+    """The address with a client's keys."""
+    return f"{address.partition('?')[0]}?keys={keys / name}.key"
+
+
+def make_keys(keys: Path) -> None:
+    """One for each rank that comes over the link, bound to it, and one for the guest."""
+    folder = KeyFolder.open(keys)
+    for rank in range(1, RANKS, 2):
+        folder.add(key_of(rank), ranks=[rank])
+    folder.add(GUEST, ranks=range(RANKS, RANKS + 4 * GUESTS))
+
+
+def refused(error: type[PypsError], what: str, act: Callable[[], object]) -> None:
+    """Raise Failed unless this is such an error."""
+    try:
+        act()
+        found = "no error"
+    except error:
+        return
+    except PypsError as other:
+        found = repr(other)
+    raise Failed(f"{what}: found {found}; expected {error.__name__}")
+
+
+def trespass(guest: str) -> None:
+    """Try what belongs to others, and join until the guest's key has all the memory that it may have."""
+    with contextlib.ExitStack() as stack:
+        joined: list[Store] = []
+        while len(joined) <= GUESTS + RANKS // 2:
+            one = stack.enter_context(open_store(guest))
+            refused(InvalidArgument, "joining as another key's rank", lambda one=one: one.join(0))
+            try:
+                one.join(RANKS + len(joined), "new_worker")
+            except OutOfSpace:
+                break
+            joined.append(one)
+            one.stage()
+            refused(InvalidArgument, "planning", lambda one=one: one.replan([1] * RANKS))
+        if not GUESTS <= len(joined) <= GUESTS + RANKS // 2:
+            raise Failed(f"the guest's key had {len(joined)} new workers")
+
+
+def take_name(segments: Path) -> None:
+    """A store that has a server's name when that server ends stays; one that is open keeps its name."""
+    name = f"soak-name-{os.getpid()}"
+    path, away, tensors = segments / f"pyps-{name}", segments / f"pyps-{name}-away", {"w": np.zeros(8)}
+    with Server(name) as server, create_store(server.address, tensors, batches=[1]):
+        refused(SegmentExists, "a store of this name", lambda: Store.create(name, tensors, batches=[1]))
+        path.rename(away)
+        with Store.create(name, tensors, batches=[1], keep=True) as other:
+            inode = path.stat().st_ino
+            refused(Busy, "removing an open store", lambda: unlink(name))
+            other.join()
+    if not path.exists() or path.stat().st_ino != inode:
+        raise Failed("a server that ended has removed another store of its name")
+    path.unlink()
+    away.unlink(missing_ok=True)
 
 
 def miscount(counted: int, values: set[float], taken: int, unknown: int) -> str:
@@ -334,19 +443,22 @@ def soak(seconds: float, policy: str, seed: int, folder: Path, report: bool = Fa
     name = f"soak-{os.getpid()}"
     tensors = {f"rank-{rank}": np.zeros(CHUNK) for rank in range(RANKS)}
     rules = replace(policy_named(policy), round_timeout_seconds=ROUND_TIMEOUT_SECONDS, scaling="none")
-    batches = [SAMPLES_A_PUSH] * RANKS
-    segments = Path(os.environ.get("PYPS_SHM_DIR", "/dev/shm"))
-    with Store.create(name, tensors, batches=batches, policy=rules, chunk_params=CHUNK) as store:
+    options: dict[str, Any] = {"batches": [SAMPLES_A_PUSH] * RANKS, "policy": rules, "chunk_params": CHUNK}
+    segments, keys = Path(os.environ.get("PYPS_SHM_DIR", "/dev/shm")), folder / "keys"
+    make_keys(keys)
+    with Store.create(name, tensors, max_participants=8 * RANKS, **options) as store:
         (segment,) = segments.glob(f"*{name}*")
+        worker = 4 * store.layout.flat_elements * store.layout.staging_buffers
         command = [sys.executable, str(FOLDER / "soak_server.py"), name, str(CLIENT_TIMEOUT_SECONDS)]
+        command += [str(keys), str(worker * (RANKS + 2 * GUESTS))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdin is not None
             assert server.stdout is not None
             address = server.stdout.readline().strip()
-            with Relay(address, breaks_every=BREAKS_EVERY) as relay:
-                fleet = Fleet(name, relay.address, folder)
+            with Relay(keyed(address, keys, GUEST), breaks_every=BREAKS_EVERY) as relay:
+                fleet, guest = Fleet(name, relay.address, keys, folder), keyed(address, keys, GUEST)
                 try:
-                    run = Soak(store, psutil.Process(server.pid), segment, fleet, relay)
+                    run = Soak(store, psutil.Process(server.pid), segment, fleet, relay, guest)
                     run.begin()
                     run.run(seconds, random.Random(seed), report)
                     run.check(staleness_bound(policy))

@@ -1,12 +1,18 @@
-"""The server of tests/helpers/soak.py: python soak_server.py STORE TIMEOUT_SECONDS; ends with its stdin."""
+"""The server of tests/helpers/soak.py: python soak_server.py STORE TIMEOUT_SECONDS KEYS BYTES.
+
+So many bytes are free for segments. It ends with its stdin.
+"""
 
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 from pyps.remote.server import Server
 
-with Server(
-    sys.argv[1], "tcp://127.0.0.1:*", insecure=True, client_timeout_seconds=float(sys.argv[2])
-) as server:
-    print(server.address, flush=True)
-    sys.stdin.read()
+name, timeout, keys, free = sys.argv[1:]
+room = SimpleNamespace(f_bavail=int(free), f_frsize=1)
+with Server(name, "tcp://127.0.0.1:*", keys=keys, client_timeout_seconds=float(timeout)) as server:
+    with mock.patch("pyps.remote.bounds.os.statvfs", return_value=room):
+        print(server.address, flush=True)
+        sys.stdin.read()
     print(server.counters.repeated, flush=True)
