@@ -1,6 +1,4 @@
-"""The papers' claims about BOA, R2SP and H-PS as criteria with thresholds, and the measurements for
-them.
-"""
+"""The papers' claims about BOA, R2SP and H-PS, and the measurements for them."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmark_tools import record
+from null import Claim, Null
 from tuning import (
     TANH,
     Budget,
@@ -18,14 +17,12 @@ from tuning import (
     TuningScenario,
     ceiling,
     cluster_of,
-    tune_all,
+    tune_with_copies,
 )
 
 from pyps.simulate import Scenario, simulate
 
-BOA_OVER_BACKUP, R2SP_OVER_BSP, HPS_OVER_PLAIN = 1.23, 1.25, 1.4
-UNIFORM_MARGIN = 0.05
-HPS_AIM = 3.5
+HPS_OVER_PLAIN, HPS_AIM = 1.4, 3.5
 INT8_SHARE = (1 + 4 / 256) / 4  # bytes of int8 with a scale for each 256, over those of f32
 INT4_SHARE = (0.5 + 4 / 64) / 4
 SIZES = (1.0, 2.0, 4.0)  # times the model of clusters/hps.toml
@@ -76,10 +73,12 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Findings:
-    """The tables and criteria of a part, and what to draw by panel: results, or (real, simulated) curves."""
+    """The tables of a part, what is claimed by them, and what to draw by panel: results, or (real, simulated)
+    curves.
+    """
 
     tables: list[str]
-    criteria: list[Criterion]
+    criteria: list[Criterion | Claim]
     curves: dict[str, list[TuningResult]] = field(default_factory=dict)
     pairs: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
 
@@ -91,9 +90,10 @@ def all_inside(found: list[TuningResult]) -> Criterion:
     """Return whether each chosen value has worse ones on both sides, or lies at an end that the policy
     has.
     """
-    edges = [f"`{s.policy}` on {s.scenario.title}" for s in found if s.place == "edge"]
-    ends = sum(s.place == "natural end" for s in found)
-    value = f"{', '.join(edges) or 'none'}; at an end of the policy's own: {ends} of {len(found)}"
+    each = [one for s in found for one in (s, s.copy) if one is not None]
+    edges = [f"`{s.policy}` on {s.scenario.title}" for s in each if s.place == "edge"]
+    ends = sum(s.place == "natural end" for s in each)
+    value = f"{', '.join(edges) or 'none'}; at an end of the policy's own: {ends} of {len(each)}"
     return Criterion("chosen values beyond which nothing was tried", value, "none", not edges)
 
 
@@ -101,18 +101,16 @@ def boa(budget: Budget, _: Path) -> Findings:
     """Planned batches against equal ones and backup workers, on unlike and on equal devices."""
     alone = PLANNED, EVEN, BACKUP_ONE, BACKUP, FEWER, BACKUP_FEWER
     together = BOTH, BOTH_FEWER, QUORUM, QUORUM_FEWER
-    names = ("uniform",) if budget.quick else ("three-types", "three-stalls", "five", "uniform")
+    names = budget.among(("three-types", "three-stalls", "five", "uniform"), quick="uniform")
     pairs = [(n, c) for n in names for c in (*alone, *(() if n == "uniform" else together))]
-    found = tune_all([(TuningScenario(n), c) for n, c in pairs], budget)
-    by = {n: {s.competitor.title: s for s in found if s.scenario.cluster == n} for n in names}
-    criteria = []
-    if "three-types" in by:
-        gain = by["three-types"][BACKUP_ONE.title].median / by["three-types"][PLANNED.title].median
-        figure = "one backup worker's time to the loss over BOA's, three types"
-        criteria.append(Criterion.at_least(figure, gain, BOA_OVER_BACKUP))
-    for name, results in by.items():
-        criteria += _planned_and_backup(name, results)
-    return Findings([*result_tables(found), _published()], [*criteria, all_inside(found)], panels(found))
+    found = tune_with_copies([(TuningScenario(n), c) for n, c in pairs], budget)
+    null, by = (
+        Null.of(found),
+        {n: {s.competitor.title: s for s in found if s.scenario.cluster == n} for n in names},
+    )
+    claims = [claim for results in by.values() for claim in _planned_and_backup(results, null)]
+    tables = [*result_tables(found), _published(), str(null)]
+    return Findings(tables, [*claims, all_inside(found)], panels(found))
 
 
 def _published() -> str:
@@ -126,24 +124,21 @@ def _published() -> str:
     )
 
 
-def _planned_and_backup(name: str, results: dict[str, TuningResult]) -> list[Criterion]:
-    """BOA against tuned backup workers, and both ideas together against each alone; the global batch is the
-    cluster's for all of them, or tuned for all of them.
+def _planned_and_backup(results: dict[str, TuningResult], null: Null) -> list[Claim]:
+    """BOA against equal batches and tuned backup workers, and both ideas together against the better of each
+    alone; the global batch is the cluster's for all of them, or tuned for all of them.
     """
-    criteria, most = [], 1 + UNIFORM_MARGIN
-    ways = (
-        ("the same global batch", PLANNED, BACKUP, (BOTH, QUORUM)),
-        ("each its own", FEWER, BACKUP_FEWER, (BOTH_FEWER, QUORUM_FEWER)),
-    )
-    for batch, boa_alone, backup, together in ways:
-        ours, theirs = results[boa_alone.title].mean, results[backup.title].mean
-        figure = f"{name}, {batch}: BOA's time over tuned backup workers'"
-        criteria.append(Criterion.at_most(figure, ours / theirs, most))
-        for both, title in zip(together, ("backup workers", "a quorum"), strict=True):
-            if both.title in results:
-                figure = f"{name}, {batch}: planned batches with {title} over the better of each alone"
-                criteria.append(Criterion.at_most(figure, results[both.title].mean / min(ours, theirs), most))
-    return criteria
+    planned = results[PLANNED.title]
+    claims = [Claim.of(planned, results[rival.title], null) for rival in (EVEN, BACKUP_ONE)]
+    for alone, backup, together in (
+        (PLANNED, BACKUP, (BOTH, QUORUM)),
+        (FEWER, BACKUP_FEWER, (BOTH_FEWER, QUORUM_FEWER)),
+    ):
+        pair = results[alone.title], results[backup.title]
+        better = min(pair, key=lambda s: s.mean)
+        claims.append(Claim.of(*pair, null))
+        claims += [Claim.of(results[one.title], better, null) for one in together if one.title in results]
+    return claims
 
 
 def r2sp(budget: Budget, _: Path) -> Findings:
@@ -155,19 +150,17 @@ def r2sp(budget: Budget, _: Path) -> Findings:
         replace(SSP, planned=True),
     )
     scenarios = (TuningScenario("link"), TuningScenario("link", link=False))
-    found = tune_all([(s, c) for s in scenarios for c in competitors], budget)
-    bound, free = found[:4], found[4:]
-    gain = bound[1].median / bound[0].median
-    compute = f"BSP's time over R2SP's where transfers take none: {free[1].median / free[0].median:.2f}."
-    peak = int(bound[0].median_of("peak_transfers"))
-    staleness = [run.staleness_quantile(0.5) for run in bound[0].runs]
+    found = tune_with_copies([(s, c) for s in scenarios for c in competitors], budget)
+    null, ring = Null.of(found), found[0]
+    peak = int(ring.median_of("peak_transfers"))
+    staleness = [run.staleness_quantile(0.5) for run in ring.runs]
+    claims = [Claim.of(some[0], rival, null) for some in (found[:4], found[4:]) for rival in some[1:]]
     criteria = [
-        Criterion.at_least("BSP's time to the loss over R2SP's, link binds (simulated)", gain, R2SP_OVER_BSP),
         Criterion("R2SP's transfers at once", str(peak), "1", peak == 1),
         Criterion("R2SP's staleness, median", str(max(staleness)), "7", set(staleness) == {7}),
         all_inside(found),
     ]
-    return Findings([*result_tables(found), compute], criteria, panels(found))
+    return Findings([*result_tables(found), str(null)], [*claims, *criteria], panels(found))
 
 
 @dataclass(frozen=True)
@@ -240,7 +233,15 @@ def result_tables(found: list[TuningResult], *, with_ceiling: bool = False) -> l
 
 
 def _table(scenario: TuningScenario, found: list[TuningResult], with_ceiling: bool) -> str:
-    heading = ["competitor", "chosen", "step size", "s to the loss", "95 % interval", "global batches"]
+    heading = [
+        "competitor",
+        "chosen",
+        "step size",
+        "s to the loss",
+        "95 % interval",
+        "copy",
+        "global batches",
+    ]
     rows = [[*heading, "ms a batch", "waiting", "staleness", "dropped", "transfers at once"]]
     rows += [_row(s) for s in sorted(found, key=lambda s: s.median)]
     trials, seeds = sum(s.trials for s in found), len(found[0].runs)
@@ -254,7 +255,8 @@ def _table(scenario: TuningScenario, found: list[TuningResult], with_ceiling: bo
 def _row(s: TuningResult) -> list[str]:
     low, high = map(_seconds, s.interval)
     batches = statistics.median(run.samples / s.global_batch for run in s.runs)
-    times = [_seconds(s.median), f"{low} to {high}", f"{batches:.0f}"]
+    first, copy = s.halves
+    times = [_seconds(s.median), f"{low} to {high}", f"{copy / first:.2f}", f"{batches:.0f}"]
     iteration, idle = 1e3 * s.median_of("iteration_seconds"), s.median_of("idle_share")
     late, dropped = s.median_of("staleness_mean"), s.median_of("rejected")
     peak = f"{s.median_of('peak_transfers'):.0f}" if s.scenario.link else "-"

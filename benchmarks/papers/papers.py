@@ -1,6 +1,6 @@
 """The claims of the four papers, measured: each system against rivals tuned the same way, over several seeds.
 
-    python benchmarks/papers/papers.py [--quick] [--save] [--only PART...] [--resume] [--out DIR]
+    python benchmarks/papers/papers.py [--quick] [--save] [--only PART ...] [--clusters NAME ...] [--resume]
 
 Simulations are of the clusters in benchmarks/clusters/ in virtual time, with real gradients (digits_mlp.py);
 `real` runs the same clusters as processes that last as long as their cost models say. --save keeps the
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds: whether it works, no figures")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--clusters", nargs="+", default=[], help="of the tuned parts: only these")
     parser.add_argument("--resume", action="store_true", help="take what a run that was cut off has tuned")
     parser.add_argument("--out", type=Path, default=Path("papers-out"), help="where runs and plots go")
     chosen = parser.parse_args(arguments)
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not chosen.resume:
         shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(exist_ok=True)
-    budget = QUICK if chosen.quick else Budget(kept=kept)
+    budget = QUICK if chosen.quick else Budget(kept=kept, clusters=tuple(chosen.clusters))
     for name in chosen.only:
         began, worked = time.monotonic(), processor_seconds()
         found = PARTS[name](budget, chosen.out)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from benchmark_tools import record
-from tuning import STUDENT, Trial, Tuner, TuningScenario, cluster_of
+from tuning import Trial, Tuner, TuningScenario, cluster_of, mean_interval
 
 from pyps.simulate import Scenario
 
@@ -57,9 +57,8 @@ def ratio(one: Timed, other: Timed) -> str:
     logs = np.log(other.seconds) - np.log(one.seconds)
     if not np.isfinite(logs).all():
         return "never"
-    half = STUDENT[len(logs)] * logs.std(ddof=1) / math.sqrt(len(logs))
-    middle, low, high = (float(np.exp(logs.mean() + d)) for d in (0.0, -half, half))
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    low, high = mean_interval(logs)
+    return f"{math.exp(logs.mean()):.2f} ({low:.2f} to {high:.2f})"
 
 
 def row(name: str) -> list[str]:

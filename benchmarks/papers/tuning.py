@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import rivals
 from digits_mlp import Digits
+from scipy.stats import t
 
 from pyps import Hyper
 from pyps.formats import Jitter
@@ -35,14 +36,7 @@ FINER = (4.0, 2.0, math.sqrt(2.0))
 MEASURE_EVERY = 256  # samples between two measurements of the loss, or a global batch if that is less
 ENOUGH = 2  # variants in a row that are no better than the best: the ladder ends
 PATIENCE = 1.25  # a trial ends after this many times the best one's seconds
-STUDENT = {
-    2: 12.706,
-    3: 4.303,
-    5: 2.776,
-    7: 2.447,
-    12: 2.201,
-    15: 2.145,
-}  # t of 95 %, by the number of values
+APART = 1000  # between a competitor's seeds and its copy's
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ class Budget:
     """Seeds of the results and of the tuning, and how many processes share the work.
 
     quick: only the first variants, for a few global batches, to a loss that is reached at once. kept: where
-    results are kept, and taken from if they are there; None: nowhere.
+    results are kept, and taken from if they are there; None: nowhere. clusters: only these; none: all.
     """
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
@@ -136,12 +130,26 @@ class Budget:
     processes: int = 2
     quick: bool = False
     kept: Path | None = None
+    clusters: tuple[str, ...] = ()
+
+    def among(self, names: Sequence[str], quick: str) -> tuple[str, ...]:
+        """The clusters of a part that are asked for. quick: the one of a quick budget."""
+        if self.quick:
+            return (quick,)
+        return tuple(name for name in names if not self.clusters or name in self.clusters)
+
+    def of_copies(self) -> Budget:
+        """Other seeds for both, as many."""
+        seeds, tuning = (tuple(APART + seed for seed in some) for some in (self.seeds, self.tuning))
+        return replace(self, seeds=seeds, tuning=tuning)
 
 
 @dataclass(frozen=True, eq=False)
 class TuningResult:
     """A competitor's chosen variant and step size (in the learner's unit), the number of trials for them, and
     its runs by seed.
+
+    copy: the same competitor, tuned and timed with other seeds; its runs are the second half of `runs`.
     """
 
     scenario: TuningScenario
@@ -151,6 +159,16 @@ class TuningResult:
     trials: int
     global_batch: int
     runs: tuple[Result, ...]
+    copy: TuningResult | None = None
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """The geometric means of the competitor's and of its copy's seconds."""
+        half = len(self.runs) // 2
+        first, second = (
+            float(np.exp(np.mean(np.log(part)))) for part in (self.seconds[:half], self.seconds[half:])
+        )
+        return first, second
 
     @property
     def place(self) -> str:
@@ -171,10 +189,7 @@ class TuningResult:
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the geometric mean over seeds."""
         logs = np.log(self.seconds)
-        if len(logs) not in STUDENT or not np.isfinite(logs).all():
-            return min(self.seconds), max(self.seconds)
-        half = STUDENT[len(logs)] * logs.std(ddof=1) / math.sqrt(len(logs))
-        return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+        return mean_interval(logs) if np.isfinite(logs).all() else (min(self.seconds), max(self.seconds))
 
     @property
     def mean(self) -> float:
@@ -186,18 +201,17 @@ class TuningResult:
         return statistics.median(getattr(r, figure) for r in self.runs)
 
 
-def clearly_faster(one: TuningResult, other: TuningResult) -> bool:
-    """Return whether the one's 95 % interval ends before the other's begins."""
-    return one.interval[1] < other.interval[0]
+def mean_interval(logs: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval (Student's t) of the geometric mean of values with these logarithms."""
+    half = float(t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    return math.exp(logs.mean() - half), math.exp(logs.mean() + half)
 
 
 def ratio_interval(other: TuningResult, one: TuningResult) -> tuple[float, float]:
     """The 95 % interval of the other's time over the one's at the same seed."""
-    ratios = np.log(other.seconds) - np.log(one.seconds)
-    if len(ratios) not in STUDENT or not np.isfinite(ratios).all():
-        return 0.0, math.inf
-    half = STUDENT[len(ratios)] * ratios.std(ddof=1) / math.sqrt(len(ratios))
-    return float(np.exp(ratios.mean() - half)), float(np.exp(ratios.mean() + half))
+    with np.errstate(invalid="ignore"):
+        logs = np.log(other.seconds) - np.log(one.seconds)
+    return mean_interval(logs) if np.isfinite(logs).all() else (0.0, math.inf)
 
 
 def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
@@ -389,9 +403,26 @@ def tuned(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> T
 
 def tune_all(pairs: Iterable[tuple[TuningScenario, Competitor]], budget: Budget) -> list[TuningResult]:
     """Tune each competitor on its scenario, in several processes at once."""
-    scenarios, competitors = zip(*pairs, strict=True)
-    budgets = [budget] * len(scenarios)
-    if budget.processes == 1:
-        return list(map(tuned, scenarios, competitors, budgets))
-    with ProcessPoolExecutor(budget.processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(tuned, scenarios, competitors, budgets))
+    return _tune_all([(*pair, budget) for pair in pairs], budget.processes)
+
+
+def tune_with_copies(
+    pairs: Iterable[tuple[TuningScenario, Competitor]], budget: Budget
+) -> list[TuningResult]:
+    """Tune each competitor and its copy: results have the runs of both."""
+    each = [(*pair, some) for pair in pairs for some in (budget, budget.of_copies())]
+    found = _tune_all(each, budget.processes)
+    return [
+        replace(one, runs=one.runs + copy.runs, trials=one.trials + copy.trials, copy=copy)
+        for one, copy in zip(found[::2], found[1::2], strict=True)
+    ]
+
+
+def _tune_all(
+    each: Sequence[tuple[TuningScenario, Competitor, Budget]], processes: int
+) -> list[TuningResult]:
+    columns = list(zip(*each, strict=True))
+    if processes == 1:
+        return list(map(tuned, *columns))
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(tuned, *columns))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import acceptance
+import null
+import numpy as np
 import papers
 import pytest
 import ringmaster
@@ -32,6 +34,8 @@ def test_competitors(part: str, competitors: int, tmp_path: Path, quick: Quick) 
     tables = text.count("\n|--")
     assert sum(line.startswith("| ") for line in text.splitlines()) == competitors + tables
     assert "(threshold: " in text
+    assert text.count("'s time over ") >= competitors // 2
+    assert "Copies, tuned and timed with other seeds." in text
     assert (tmp_path / f"results-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,6 +108,44 @@ def test_the_setting_of_ringmaster(quick: Quick) -> None:
 
 def test_a_step_size_is_climbed_to_from_afar() -> None:
     assert ringmaster.climb(0.016, lambda step: (abs(math.log2(step / 0.256)), 0.0)) == pytest.approx(0.256)
+
+
+def results(title: str, seconds: list[float]) -> tuning.TuningResult:
+    """A competitor and its copy with these times, by seed."""
+
+    class Run:
+        def __init__(self, took: float) -> None:
+            self.took = took
+
+        def seconds_to(self, _: float) -> float | None:
+            return self.took if self.took < math.inf else None
+
+    scenario, competitor = tuning.TuningScenario("link"), tuning.Competitor(title, ("asp",))
+    runs = tuple(map(Run, seconds))
+    return tuning.TuningResult(scenario, competitor, "asp", 1.0, 1, 1, runs)  # type: ignore[arg-type]
+
+
+def drawn(title: str, mean: float, seed: int) -> tuning.TuningResult:
+    draw = np.random.default_rng(seed)
+    return results(title, [mean * math.exp(0.1 * x) for x in draw.standard_normal(14)])
+
+
+def test_a_copy_is_a_tie_and_twice_the_time_a_win() -> None:
+    found = [drawn(f"c{k}", 10.0, k) for k in range(20)]
+    limits = null.Null.of(found)
+    verdicts = [null.Claim.of(found[0], other, limits).verdict for other in found[1:]]
+    assert verdicts == ["tie"] * 19
+    assert 1.0 < limits.within < 1.3
+    assert null.Claim.of(found[0], drawn("slow", 20.0, 99), limits).verdict == "win"
+    assert null.Claim.of(drawn("slow", 20.0, 99), found[0], limits).verdict == "loss"
+
+
+def test_a_rival_that_never_arrives_is_a_win_and_one_lost_seed_a_tie() -> None:
+    ours, never = drawn("ours", 10.0, 1), results("never", [math.inf] * 14)
+    once = results("once", [20.0] * 13 + [math.inf])
+    limits = null.Null.of([ours])
+    assert null.Claim.of(ours, never, limits).verdict == "win"
+    assert null.Claim.of(ours, once, limits).verdict == "tie"
 
 
 def test_backup_workers_leave_someone_to_wait_for() -> None:
