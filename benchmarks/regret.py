@@ -1,4 +1,4 @@
-"""What a way to train costs where another is the best: python benchmarks/regret.py [--cases 20] [--save]
+"""Measure what a way to train costs where another is best: python benchmarks/regret.py [--cases 20] [--save].
 
 Random clusters, links and servers as in which.py. Of the problems half are quadratics and logistic
 regressions, and half a small network on scikit-learn's digits, each at the rate at which synchronous steps

@@ -1,4 +1,4 @@
-"""What can be resolved: each competitor against its own copy, which is tuned and timed with other seeds.
+"""Tell what can be resolved, by each competitor's own copy, which is tuned and timed with other seeds.
 
 A copy is as fast as its competitor, so what lies between their times is luck: of the seeds, of the tuning,
 and of the choice of the best among many. A claim is a win only beyond that.

@@ -139,7 +139,7 @@ class Budget:
         return tuple(name for name in names if not self.clusters or name in self.clusters)
 
     def of_copies(self) -> Budget:
-        """Other seeds for both, as many."""
+        """Return the budget with other seeds for both, as many."""
         seeds, tuning = (tuple(APART + seed for seed in some) for some in (self.seeds, self.tuning))
         return replace(self, seeds=seeds, tuning=tuning)
 

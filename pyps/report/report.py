@@ -22,6 +22,7 @@ from pyps.formats.files import read_struct
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.late import straggler_lines
+from pyps.report.rate import rate_advice
 from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.steps import (
     Distribution,
@@ -138,7 +139,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replans: why the batches changed while it trained, and how the ranks' codecs and depths did, one line a
         change.
     stragglers: which ranks are, by version and by time, one line a rank.
-    advice: what to change where a rank's data loading holds it up, or where the plan's prediction is far off.
+    advice: what to change where a rank's data loading holds it up, the learning rate is too large, or the
+        plan's prediction is far off.
     turns: planned against actual turns, where the policy takes turns and all ranks were started here.
     resumed_at: the version at which each later part of it began.
     undone: versions after a checkpoint that were lost with what trained them, and trained again.
@@ -242,6 +244,7 @@ def make_report(
         stragglers=[*straggler_lines(setup.ranks, by_rank)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
+            *filter(None, [rate_advice(setup.policy, applied, losses, setup.global_batch)]),
             *prediction_advice(measured_over_predicted, setup.ranks, ranks),
         ],
         turns=_turns(setup, applied),
