@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from pyps.remote import bounds
 from pyps.remote.incoming import Incoming
 
 SO_COOKIE = 57  # <asm-generic/socket.h>: a number that no other socket of this machine ever has
 ROUTER_MADE = b"\0"  # how identities begin that the router gave
+MOST_EVENTS = 256  # that are taken at once
 BYTES_RECEIVED = 128  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
 
 
@@ -78,6 +78,7 @@ class Connections:
         self._router, self.events = router, router.get_monitor_socket(events)
         self._open: dict[int, Accepted] = {}  # by descriptor
         self._known: dict[bytes, Connection] = {}  # by identity, until all of their messages were received
+        self._early: dict[int, list[Connection]] = {}  # by descriptor: known before libzmq has said so
         self._bound = bound
         self.cut_off = 0  # how many were cut
 
@@ -98,19 +99,21 @@ class Connections:
         if one is not None and one.accepted.number:
             one.accepted.delivered = True
             return one
-        self._follow()
+        told = self._follow()
         try:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
             return None
         if not identity.startswith(ROUTER_MADE):
             return None
-        socket = self._open.get(descriptor)
+        socket = self._open.get(descriptor) if told else None
         if socket is not None:
             socket.spoke = socket.delivered = True
         if one is None:
             unknown = Accepted(descriptor, b"", number=0, ended_looks=0)
             one = self._known[identity] = Connection(identity, socket or unknown)
+            if socket is None:
+                self._early.setdefault(descriptor, []).append(one)
         return one
 
     def look(self, drained: bool) -> None:
@@ -139,10 +142,13 @@ class Connections:
         """A message says whose the connection is; of too many of that peer's the oldest is cut."""
         one.peer = peer
         if one.accepted.peer != peer:
-            one.accepted.peer = peer
-            theirs = [other for other in self._open.values() if other.peer == peer]
-            for other in theirs[: max(0, len(theirs) - self._bound.share)]:
-                self.cut(other)
+            self._count(one.accepted, peer)
+
+    def _count(self, accepted: Accepted, peer: str) -> None:
+        theirs = [other for other in self._open.values() if other.peer == peer and other is not accepted]
+        for other in theirs[: max(0, 1 + len(theirs) - self._bound.share)]:
+            self.cut(other)
+        accepted.peer = peer
 
     def trim(self) -> None:
         """Cut, of too many connections, the oldest that are silent, while these have more than their share,
@@ -160,9 +166,8 @@ class Connections:
 
     def _forget_ended(self) -> None:
         """Forget those of which no message can come: they had ended before the last moment without any."""
-        for identity, one in list(self._known.items()):
-            if one.accepted.ended_looks > 0:
-                del self._known[identity]
+        self._known = {name: one for name, one in self._known.items() if one.accepted.ended_looks <= 0}
+        self._early = {at: [o for o in ones if o.identity in self._known] for at, ones in self._early.items()}
         for ended in {one.accepted for one in self._known.values() if one.accepted.ended_looks == 0}:
             ended.ended_looks = 1
 
@@ -184,23 +189,25 @@ class Connections:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RDWR)
 
-    def _follow(self) -> None:
-        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self.events)
-            descriptor = event["value"]
-            assert isinstance(descriptor, int)
-            if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED) and descriptor in self._open:
-                self._end(self._open[descriptor])
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._begin(Accepted(descriptor, _cookie(descriptor)))
+    def _follow(self) -> bool:
+        """Take what libzmq says, but not for ever while peers come faster: whether that was all."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(MOST_EVENTS):
+                kind, descriptor = struct.unpack("=Hi", self.events.recv_multipart(zmq.NOBLOCK)[0])
+                if kind in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED) and descriptor in self._open:
+                    self._end(self._open[descriptor])
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._begin(Accepted(descriptor, _cookie(descriptor)))
+            return False
+        return True
 
     def _begin(self, accepted: Accepted) -> None:
         """libzmq says that it has accepted a connection, maybe after the first messages of it."""
         self._open[accepted.descriptor] = accepted
-        for one in self._known.values():
-            if one.accepted.number == 0 and one.accepted.descriptor == accepted.descriptor:
-                one.accepted, accepted.spoke, accepted.delivered = accepted, True, True
-                accepted.peer = one.peer
+        for one in self._early.pop(accepted.descriptor, []):
+            one.accepted, accepted.spoke, accepted.delivered = accepted, True, True
+            if one.peer:
+                self._count(accepted, one.peer)
 
     def _end(self, one: Accepted) -> None:
         one.ended_looks = 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from remote_tools import RawClient, RawConnection, eventually
 
 from pyps.remote import connections
 from pyps.remote.address import parse_address
+from pyps.remote.bounds import Bound
 from pyps.remote.client import Client
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.server import Server
@@ -181,3 +184,30 @@ def test_the_reply_to_a_call_that_a_signal_ended_is_not_kept(
         assert not client._replies
     finally:
         client.close()
+
+
+class Flood:
+    """In place of what libzmq tells of a socket: peers come faster than anyone could follow."""
+
+    def __init__(self) -> None:
+        self.told = 1000
+
+    def get_monitor_socket(self, _events: int) -> Flood:
+        return self
+
+    def getsockopt(self, _option: int) -> int:
+        return zmq.POLLIN
+
+    def recv_multipart(self, *_flags: int) -> list[bytes]:
+        self.told += 1
+        return [struct.pack("=Hi", zmq.EVENT_ACCEPTED, self.told), b""]
+
+
+def test_a_flood_of_connections_does_not_hold_the_loop_up() -> None:
+    """It looks at some, cuts those that are too many, and goes on."""
+    flood: Any = Flood()
+    followed = connections.Connections(flood, Bound(100, 10))
+    for _ in range(3):
+        followed.trim()
+    assert len(followed) == 100
+    assert flood.told < 5000
