@@ -145,11 +145,11 @@ class _TaskStepper:
             self._shapes[batch] = shapes
         return data
 
-    def _train(self, data: Any, mark: Callable[[str], None] = lambda part: None) -> None:
-        """One step; calls `mark` with each part's name after it."""
+    def _train(self, data: Any, mark: Callable[[str], None] = lambda part: None, keeps: bool = False) -> None:
+        """One step; calls `mark` with each part's name after it. keeps: gradients, as DDP's buckets do."""
         import torch
 
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=not keeps)
         pieces = _pieces(data, self._options.accumulate)
         for inputs, targets in pieces:
             with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
@@ -171,11 +171,11 @@ class _TaskStepper:
         self.step(data)
         return time.perf_counter() - start
 
-    def step(self, data: Any) -> None:
-        self._guarded(TRAINING, lambda: self._train_and_wait(data))
+    def step(self, data: Any, keeps: bool = False) -> None:
+        self._guarded(TRAINING, lambda: self._train_and_wait(data, keeps))
 
-    def _train_and_wait(self, data: Any) -> None:
-        self._train(data)
+    def _train_and_wait(self, data: Any, keeps: bool) -> None:
+        self._train(data, keeps=keeps)
         self._wait()
 
     def _wait(self) -> None:
@@ -233,7 +233,7 @@ class CpuStepper(_TaskStepper):
     def peak_bytes(self, data: Any) -> int:
         gc.collect()
         peaks_reset = _reset_peak_resident()
-        self.step(data)
+        self.step(data, keeps=True)
         return _peak_resident_bytes() if peaks_reset else cpu_held_bytes()
 
 
@@ -264,7 +264,7 @@ class CudaStepper(_TaskStepper):
         gc.collect()
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(self._device)
-        self.step(data)
+        self.step(data, keeps=True)
         return int(self._cuda.max_memory_reserved(self._device))
 
     def _guarded(self, what: str, action: Any) -> Any:

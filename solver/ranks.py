@@ -373,7 +373,7 @@ def sync_of(cluster: Cluster, ranks: Sequence[PlannedRank], modes: Sequence[Mode
         bytes_each_way = sum(WIRE_BYTES[bits] for bits in bits_of(mode)) / 2 + 4 * rank.averaged
         message.append(bytes_each_way * _parameters(rank) / bandwidth)
     flat = ranks[0].group.ranks_each == 1  # otherwise the shards are inside each node
-    stage = None if cluster.sharding is None else cluster.sharding.stage
+    stage = 0 if cluster.sharding is None else cluster.sharding.stage
     found = Sync.of(
         given.kind,
         len(ranks),

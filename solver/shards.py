@@ -59,7 +59,8 @@ class ModelState:
         gathered = share + self.whole * (1 - share)
         parameters = gathered if self.stage == GATHERED else 1.0
         gradients = {GRADIENTS: share, GATHERED: gathered}.get(self.stage, 1.0)
-        return self.parameters * parameters, self.gradients * gradients, self.optimizer * share
+        states = self.optimizer * (share if self.stage else 1.0)
+        return self.parameters * parameters, self.gradients * gradients, states
 
     @property
     def shared(self) -> float:
@@ -198,6 +199,6 @@ def with_shares(workers: Sequence[PlanWorker], cards: Sequence[Card | None]) -> 
             activations=math.ceil(memory.bytes_per_sample * worker.micro_batch),
             memory=card.budget,
         )
-        alone = math.isclose(whole, 1.0)  # else each copy of the model has shares of its own
+        alone = state.stage > 0 and math.isclose(whole, 1.0)  # else each copy of the model has its shares
         found.append(msgspec.structs.replace(worker, share=share if alone else None, bytes=bytes_))
     return found

@@ -29,7 +29,7 @@ from pyps.solver.lengths import SampleLengths
 from pyps.solver.shards import ModelState, of_shard
 
 ALL_REDUCE = 2  # passes of the model over a ring; by the stage of its shards:
-PASSES = {None: ALL_REDUCE, 1: ALL_REDUCE + 1, 2: 2, 3: 3}  # of 2 and 3: a reduction, and a gather or two
+PASSES = {0: ALL_REDUCE, 1: ALL_REDUCE + 1, 2: 2, 3: 3}  # of 2 and 3: a reduction, and a gather or two
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -153,7 +153,7 @@ def inside_seconds(cluster: Cluster, group: WorkerGroup, model_bytes: float) -> 
     if n == 1 or group.inside_bandwidth is None:
         return 0.0
     a_step = group.inside_latency + model_bytes / n / group.inside_bandwidth
-    return PASSES[cluster.sharding.stage if cluster.sharding else None] * (n - 1) * a_step
+    return PASSES[cluster.sharding.stage if cluster.sharding else 0] * (n - 1) * a_step
 
 
 def by_rank(plan: Plan, workers: list[list[PlanWorker]]) -> Plan:

@@ -210,14 +210,14 @@ class SyncCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Sharding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model whose state is sharded over ranks (ZeRO, FSDP), all of which are used.
 
-    stage: 1 shards the optimizer's state, 2 gradients too, 3 parameters too (fully_shard). replicas: copies
-    of the sharded model (HSDP), each over as many ranks; where workers are nodes, each node has a copy.
+    stage: 0 shards nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (fully_shard).
+    replicas: copies of the sharded model (HSDP), over as many ranks each; of nodes, each has one.
     optimizer_bytes: of its state, for each parameter; by default as the profile's model.optimizer says.
     whole: the share of the parameters, with their gradients, that stage 3 holds whole at a time. shares:
     "memory": each rank's follows what its card has room for; "equal": all are alike.
     """
 
-    stage: Literal[1, 2, 3]
+    stage: Literal[0, 1, 2, 3]
     shares: Literal["equal", "memory"] = "equal"
     replicas: Batch = 1
     optimizer_bytes: Elapsed | None = None
@@ -407,6 +407,8 @@ def _check_sharding(where: str, cluster: Cluster) -> None:
 def _check_unlike_shares(where: str, cluster: Cluster, given: Sharding) -> None:
     """Refuse what ranks with unlike shares cannot have: copies, other rounds than theirs."""
     with_memory = 'with sharding.shares = "memory"'
+    if given.stage == 0:
+        raise InputError(where, "sharding.stage", "0", f"1 to 3, {with_memory}")
     if given.replicas > 1:
         raise InputError(where, "sharding.replicas", str(given.replicas), f"1, {with_memory}")
     if cluster.run.policy not in (None, "bsp"):

@@ -6,19 +6,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
     """Return the bytes of this rank's parameters, gradients and optimizer state, as they are now.
 
     Between steps these are what plan.json says of the rank under `bytes`, but for the blocks that a pass
-    gathers. model: plain, in DDP, or one that went through shard() or fully_shard.
+    gathers, and for the copy of the gradients that DDP has without gradient_as_bucket_view=True.
+    model: plain, in DDP, or one that went through shard() or fully_shard.
     """
     parameters = list(model.parameters())
+    plain = getattr(model, "_orig_mod", model)
+    copied = isinstance(plain, DistributedDataParallel) and not plain.gradient_as_bucket_view
+    buckets = sum(p.nbytes for p in parameters if p.requires_grad) if copied else 0
     states = [] if optimizer is None else [list(values.values()) for values in optimizer.state.values()]
     return {
         "parameters": _bytes(parameters),
-        "gradients": _bytes(p.grad for p in parameters),
+        "gradients": _bytes(p.grad for p in parameters) + buckets,
         "optimizer": _bytes(value for values in states for value in values),
     }
 

@@ -6,7 +6,6 @@ A run on ranks with uneven batches and shares is compared with one process that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.formats import read_plan
-from pyps.sharding import bytes_held, gathered, whole_state_dict
-from pyps.sharding.modules import run_of
+from pyps.sharding import gathered, whole_state_dict
 from pyps.torch import GlobalMean
 
 BATCHES = {2: [8, 4], 3: [7, 4, 1], 4: [5, 4, 2, 1]}
@@ -328,21 +325,6 @@ def scaled(group: dist.ProcessGroup, shares: list[float]) -> dict[str, Any]:
     return {"off": off(runs[0][0], runs[1][0]), "scales": (runs[0][1], runs[1][1])}
 
 
-def state_bytes(group: dist.ProcessGroup, shares: list[float]) -> float:
-    """Return this rank's bytes of the state of AdamW, in proportion to those of one process."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    one = pyps.torch.shard_optimizer(torch.optim.AdamW(model.parameters()), shares, group)
-    model(torch.ones(2, 64)).sum().backward()
-    one.step()
-    held = {
-        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for values in one.state.values()
-        for value in values.values()
-        if value.ndim
-    }
-    return sum(held.values()) / (2 * sum(p.nbytes for p in model.parameters()))
-
-
 def in_safetensors(group: dist.ProcessGroup) -> bool:
     """Return whether a model whose optimizer is sharded goes into safetensors and back, and trains on."""
     model = Net()
@@ -533,55 +515,6 @@ def precision(group: dist.ProcessGroup) -> dict[str, Any]:
     nn.functional.mse_loss(right(x), y).backward()
     pair = [torch.stack([p.grad.norm() for p in one.parameters()]) for one in (model, right)]
     return {"types": [str(one) for one in seen], "off": off(*pair)}
-
-
-def planned_bytes(group: dist.ProcessGroup, plan: str, stage: int) -> dict[str, int]:
-    """Return this rank's bytes after a step of a run that follows a plan: its gradients are there."""
-    model: Any = layers()
-    rank, batches = group.rank(), [worker.batch for worker in read_plan(Path(plan)).workers]
-    if stage == 3:
-        for block in model:
-            pyps.torch.shard(block, plan, group)
-        pyps.torch.shard(model, plan, group)
-    else:
-        model = DistributedDataParallel(model, process_group=group)
-    one = torch.optim.AdamW(model.parameters())
-    if stage == 1:
-        pyps.torch.shard_optimizer(one, plan, group)
-    mean = GlobalMean(model)
-    for step in range(2):
-        one.zero_grad()
-        mean.backward(model(torch.full((batches[rank], 64), 0.1 * step)).square().mean())
-        one.step()
-    return bytes_held(model, one)
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
-
-
-def held_bytes(group: dist.ProcessGroup, shares: list[float]) -> dict[str, float]:
-    """Return this rank's bytes between steps, in proportion to one process: parameters, gradients, states."""
-    model: Any = layers()
-    for block in model:
-        pyps.torch.shard(block, shares, group)
-    pyps.torch.shard(model, shares, group)
-    one = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    one.step()
-    whole = sum(vector.layout.count for vector in run_of(model).vectors) * 4
-
-    def nbytes(tensors: Any) -> float:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values()) / whole
-
-    states = [value for values in one.state.values() for value in values.values() if value.ndim]
-    return {
-        "parameters": nbytes(model.parameters()),
-        "gradients": nbytes(p.grad for p in model.parameters()),
-        "states": nbytes(states) / 2,
-        "gathered": nbytes(vector.vector for vector in run_of(model).vectors),
-    }
 
 
 def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:

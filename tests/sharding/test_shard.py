@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharding_bytes_jobs as counting
 import sharding_checkpoint_jobs as saving
 import sharding_jobs as jobs
 from ranks import Ranks
@@ -84,7 +85,7 @@ def test_bf16_with_parts_in_float32(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("shares", [[2 / 3, 1 / 3], [0, 1]])
 def test_bytes_of_a_rank_are_its_share(ranks: Ranks, shares: list[float]) -> None:
-    for share, held in zip(shares, ranks.run(2, jobs.held_bytes, shares), strict=True):
+    for share, held in zip(shares, ranks.run(2, counting.held_bytes, shares), strict=True):
         assert held.pop("gathered") == 0
         assert held == pytest.approx(dict.fromkeys(held, share), rel=0.02)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import sharding_bytes_jobs as counting
 import sharding_jobs as jobs
 from ranks import Ranks
 from sampled import sampled
@@ -74,7 +75,7 @@ def test_a_scaler_finds_an_infinity_on_all_ranks(ranks: Ranks, shares: list[floa
 
 @pytest.mark.parametrize("shares", [[2 / 3, 1 / 3], [0.9, 0.1], [0, 1]])
 def test_bytes_of_a_rank_are_its_share(ranks: Ranks, shares: list[float]) -> None:
-    for share, held in zip(shares, ranks.run(2, jobs.state_bytes, shares), strict=True):
+    for share, held in zip(shares, ranks.run(2, counting.state_bytes, shares), strict=True):
         assert held == pytest.approx(share, rel=0.02)
 
 
