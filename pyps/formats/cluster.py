@@ -212,9 +212,8 @@ class Sharding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     stage: 0 shards nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (fully_shard).
     replicas: copies of the sharded model (HSDP), over as many ranks each; of nodes, each has one.
-    optimizer_bytes: of its state, for each parameter; by default as the profile's model.optimizer says.
-    whole: the share of the parameters, with their gradients, that stage 3 holds whole at a time. shares:
-    "memory": each rank's follows what its card has room for; "equal": all are alike.
+    optimizer_bytes: of its state, for each parameter; by default as the profile's optimizer says. whole: of
+    parameters and gradients, what stage 3 holds whole. shares: by the cards' room, or all alike.
     """
 
     stage: Literal[0, 1, 2, 3]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+KIB = 1024
 
 
 def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -26,6 +29,13 @@ def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
         "gradients": _bytes(p.grad for p in parameters) + buckets,
         "optimizer": _bytes(value for values in states for value in values),
     }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process has held on a device, counted as a profile counts a step's."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

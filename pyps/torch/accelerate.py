@@ -22,13 +22,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DataLoaderConfiguration, DistributedType
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from pyps.errors import InputError
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.wrapped import BY_VIEWS
 from pyps.worker.step.terms import terms_of
 
 SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -44,6 +45,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     dataloader_config: Any  # Accelerator's
+    ddp_handler: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.run = UnevenRun(options, shares=options.pop("shares", None))
@@ -54,6 +56,7 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             )
         loading.split_batches = True
         super().__init__(*arguments, dataloader_config=loading, **options)
+        self.ddp_handler = self.ddp_handler or DistributedDataParallelKwargs(**BY_VIEWS)
         check_processes("UnevenAccelerator", self.num_processes, WITHOUT_GPUS)
         if self.num_processes > 1 and self.distributed_type not in SUPPORTED:
             found = self.distributed_type.value

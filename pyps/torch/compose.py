@@ -34,7 +34,9 @@ from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.rebalance import Rebalancer
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.schedule import planned_bytes
 from pyps.torch.wire import Wire
+from pyps.torch.wrapped import BY_VIEWS
 
 KNOWN = (bool, int, float, str, tuple, type(None))  # of an optimizer's constants: a tensor may be on a device
 _stepping: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that the end of a step calls now
@@ -154,7 +156,7 @@ def uneven(
     if "plan" in loading:
         expected = "profile= of this rank's device; UnevenBatchSampler(dataset, plan) takes a plan"
         raise InputError("uneven", "plan", "a value", expected)
-    ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
+    ddp = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model, **BY_VIEWS)
     _check_optimizer(ddp, optimizer)
     if shares is not None:
         shard_optimizer(optimizer, shares, ddp.process_group)
@@ -163,6 +165,7 @@ def uneven(
     split = agreed_split(total, profile, max_batch=max_batch, lengths=known)
     costs = None if known is None else _agreed_costs(profile)
     sampler = UnevenBatchSampler(dataset, split, seed=seed, drop_last=drop_last, lengths=lengths, cost=costs)
+    sampler.planned_bytes = planned_bytes(shares)
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **loading)
     mean = GlobalMean(ddp, sampler, reduction=reduction, wire=wire, scaler=scaler)
     balance = Rebalancer(sampler, mean, profile, max_batch=max_batch)

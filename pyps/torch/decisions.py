@@ -43,6 +43,7 @@ class WindowReport(msgspec.Struct, frozen=True):
     trained: int  # rounds of this pass that were trained
     max_drawn: int  # the most rounds of this pass that may have been handed out
     rounds: int | None  # of the pass, if known
+    held_bytes: int
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class RankState(msgspec.Struct, frozen=True):
     """One rank in the latest window.
 
     seconds: of its own part of a step. slowdown: its time now over its time at first. waiting: the share of a
-    round in which it waits for other ranks.
+    round in which it waits for other ranks. held_bytes: the most that its process has held so far.
     """
 
     rank: int
@@ -65,11 +66,13 @@ class RankState(msgspec.Struct, frozen=True):
     seconds: float
     slowdown: float
     waiting: float
+    held_bytes: int = 0
 
 
 class SplitDecisions:
     """A rank's part in them. device: this rank's. balancer: with the changes that were made; only the first
-    rank's decides. on_read: called with each decision; whether it takes effect is known by then.
+    rank's decides. on_read: called with each decision; whether it takes effect is known by then. held: the
+    most bytes that this rank has held.
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class SplitDecisions:
         balancer: Balancer,
         sampler: Rounds,
         on_read: Callable[[SplitDecision], None],
+        held: Callable[[], int],
     ) -> None:
-        self._consensus, self._device, self._balancer = consensus, device, balancer
+        self._consensus, self._device, self._balancer, self._held = consensus, device, balancer, held
         self._sampler, self._on_read = sampler, on_read
         self._cadence = Cadence(balancer.rules.window)
         self._reported_pass = 0
@@ -100,7 +104,7 @@ class SplitDecisions:
         reading = self._device.read(self._balancer.rules.window, asked, *batches)
         self._reported_pass = sampler.passes
         position = sampler.epoch, sampler.trained, sampler.max_drawn(), sampler.rounds
-        self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position))
+        self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position, self._held()))
 
     def decide(self, number: int, lead: int) -> None:
         """Decide, as Cadence asks, on the first rank. lead: rounds that each rank draws before it reads."""
@@ -117,7 +121,8 @@ class SplitDecisions:
 
     def _decided(self, reports: Sequence[WindowReport], lead: int) -> SplitDecision:
         readings = [report.reading.reading() for report in reports]
-        states, start = _states(readings), _start(reports, lead, self._sampler.per_step)
+        held = [report.held_bytes for report in reports]
+        states, start = _states(readings, held), _start(reports, lead, self._sampler.per_step)
         if start is None and all(reading.seconds is not None for reading in readings):
             return SplitDecision(states, idle="no round of the epoch is left when all have read a decision")
         change, idle = self._balancer.decide_read(readings, self.steps - self._cadence.since)
@@ -147,10 +152,10 @@ def _start(reports: Sequence[WindowReport], lead: int, per_step: int) -> RoundIn
     return (epoch + 1, 0) if trained + lead <= rounds else None
 
 
-def _states(readings: Sequence[DeviceReading]) -> list[RankState]:
+def _states(readings: Sequence[DeviceReading], held: Sequence[int]) -> list[RankState]:
     seconds = [r.seconds if r.seconds is not None else r.estimate.cost.seconds(r.batch) for r in readings]
     longest = max(seconds)
     return [
-        RankState(k, reading.batch, own, reading.estimate.level, 1 - own / longest)
-        for k, (reading, own) in enumerate(zip(readings, seconds, strict=True))
+        RankState(k, reading.batch, own, reading.estimate.level, 1 - own / longest, most)
+        for k, (reading, own, most) in enumerate(zip(readings, seconds, held, strict=True))
     ]

@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from pyps.errors import InputError
 from pyps.torch.adapter import UnevenRun, is_shuffled, uneven_loader
 from pyps.torch.sampler import UnevenBatchSampler
+from pyps.torch.wrapped import BY_VIEWS
 
 KEY = "pyps"  # in a checkpoint
 
@@ -32,7 +33,7 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.run = UnevenRun(options)
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **BY_VIEWS | options)
         self._loaded: dict[str, Any] = {}
 
     def configure_ddp(self) -> None:
@@ -99,7 +100,7 @@ class UnevenFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, accumulate: int = 1, **options: Any) -> None:
         self.run, self._accumulate = UnevenRun(options, counts_anew=True), accumulate
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **BY_VIEWS | options)
 
     def setup_module(self, module: Any) -> Any:
         """A module in DDP, whose gradients are weighed."""

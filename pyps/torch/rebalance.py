@@ -33,6 +33,7 @@ from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Profile, read_profile
 from pyps.formats.files import learnt
 from pyps.metrics import Reading, Sink
+from pyps.sharding.held import peak_bytes
 from pyps.solver.costs import Cost
 from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.decide import SplitChange
@@ -106,7 +107,8 @@ class Rebalancer:
         self._device = BalancedDevice(prior, self._bounds)
         self._balancer = Balancer([], sampler.split, moves)  # its decisions are the first rank's
         every = consensus, self._device, self._balancer, sampler
-        self._decisions = SplitDecisions(*every, self._read)
+        where = mean.models[0].device
+        self._decisions = SplitDecisions(*every, self._read, lambda: peak_bytes(where))
         self._idle: list[str] = []  # why the latest windows moved nothing
         self._lost: dist.DistNetworkError | None = None  # the store of the process group was gone
 
@@ -181,10 +183,10 @@ class Rebalancer:
         balancer.corrected = known.corrected
 
     def scalars(self) -> dict[str, float]:
-        """Figures for any logger: batch, seconds, slowdown and waiting by rank; imbalance; changes so far."""
+        """Figures for any logger: batch, times and bytes by rank; imbalance; changes so far."""
         found = {"replans": float(len(self.history))}
         for state in self.states:
-            fields = ("batch", "seconds", "slowdown", "waiting")
+            fields = ("batch", "seconds", "slowdown", "waiting", "held_bytes")
             found |= {f"rank{state.rank}/{field}": float(getattr(state, field)) for field in fields}
         if self.states:
             seconds = [state.seconds for state in self.states]
@@ -192,12 +194,16 @@ class Rebalancer:
         return found
 
     def report(self) -> str:
-        """A table of the latest window, one line a rank: which ranks are slow, and which wait for them."""
+        """A table of the latest window, one line a rank: which ranks are slow, which wait for them, and the
+        most memory that each has held, beside what a plan said.
+        """
+        planned = dict(enumerate(self.sampler.planned_bytes))
         rows = (
             f"{s.rank:4d} {s.batch:6d} {s.seconds:12.4f} {s.slowdown:8.2f}x {s.waiting:8.1%}"
+            f" {_gigabytes(s.held_bytes):>8} {_gigabytes(planned.get(s.rank)):>10}"
             for s in self.states
         )
-        return "\n".join(["rank  batch  own seconds  slowdown  waiting", *rows])
+        return "\n".join(["rank  batch  own seconds  slowdown  waiting  held GB planned GB", *rows])
 
     def _trained_batch(self) -> tuple[int, float] | None:
         """This rank's batch in the round that was just trained, and the factor of its time; None if that is
@@ -221,6 +227,10 @@ class Rebalancer:
             )
         for observe in self.observers:
             observe(self)
+
+
+def _gigabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.3f}"
 
 
 def _check_types(sampler: object, mean: object, window: int) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from pyps.errors import InputError
 from pyps.solver.lengths import SampleLengths
 from pyps.solver.online.decide import Split
-from pyps.torch.schedule import PlanLike, check_accumulation, read_split
+from pyps.torch.schedule import PlanLike, check_accumulation, planned_bytes, read_split
 from pyps.torch.waiting import watch_fetches
 
 RoundIndex = tuple[int, int]  # an epoch and a round of it
@@ -117,6 +117,7 @@ class Rounds(ABC):
             ((0, 0), read_split(plan, ranks if rank is None else None))
         ]
         self.rank = own if rank is None else rank
+        self.planned_bytes = planned_bytes(plan)  # of each rank
         self.epoch = self.position = self.trained = self.passes = 0
         self.per_step = 1
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained

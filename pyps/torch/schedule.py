@@ -25,6 +25,14 @@ from pyps.solver.online.decide import Split
 PlanLike = Plan | str | os.PathLike[str] | Sequence[int]
 
 
+def planned_bytes(plan: object) -> tuple[int, ...]:
+    """Return what a plan with bytes, or its file, says that each rank holds at most; else nothing."""
+    if isinstance(plan, str | os.PathLike):
+        plan = read_plan(Path(plan), None)
+    workers = [worker for worker in plan.workers if worker.batch] if isinstance(plan, Plan) else []
+    return tuple(worker.bytes.total for worker in workers if worker.bytes is not None)
+
+
 def read_split(plan: PlanLike, ranks: int | None = None, in_tokens: bool = False) -> Split:
     """The batches by rank, from a plan, a plan's file, or a sequence.
 

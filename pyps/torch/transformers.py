@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from pyps.errors import InputError
 from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
+from pyps.torch.wrapped import BY_VIEWS
 from pyps.worker.step.terms import Term, terms_of
 
 ALIKE = 1e-5  # relative: numbers that are one, in float32
@@ -51,6 +52,7 @@ class UnevenTraining:
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        vars(self.accelerator.ddp_handler).update(BY_VIEWS)
         self.accelerator.backward = partial(self._uneven_backward, self.accelerator.backward)
         inner = self.accelerator.prepare_optimizer
         self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, inner)

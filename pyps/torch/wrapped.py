@@ -21,6 +21,9 @@ from pyps.torch.peers import is_divided, parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters: the flags of the GlobalMeans' models that reduce it
+BY_VIEWS: dict[str, Any] = {
+    "gradient_as_bucket_view": True
+}  # with which DDP holds gradients once, as plans count them
 NOT_YET: Any = 1  # of DDP's require_forward_param_sync, to which it is as good as True: no forward() since
 ARRIVED = "_pyps_arrived"  # an attribute of models, a flag: whether gradients came since it was read last
 BY_HOOKS = "_in_backward_optimizers"  # an attribute that torch gives parameters whose optimizers are in hooks

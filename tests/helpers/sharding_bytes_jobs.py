@@ -104,3 +104,21 @@ def state_bytes(group: dist.ProcessGroup, shares: list[float]) -> float:
         if value.ndim
     }
     return sum(held.values()) / (2 * sum(p.nbytes for p in model.parameters()))
+
+
+def reported(group: dist.ProcessGroup, plan: str) -> dict[str, Any]:
+    """Return what a run in two lines, whose shares are a plan's, says of memory."""
+    data = torch.utils.data.TensorDataset(torch.ones(640, WIDTH))
+    model = layers()
+    one = torch.optim.AdamW(model.parameters())
+    ddp, loader, step = pyps.torch.uneven(model, data, 16, optimizer=one, shares=plan)
+    for (x,) in loader:
+        one.zero_grad()
+        step.backward(ddp(x).square().mean())
+        step()
+    return {
+        "copied": not ddp.gradient_as_bucket_view,
+        "report": step.balance.report(),
+        "held": [state.held_bytes for state in step.balance.states],
+        "scalars": step.balance.scalars(),
+    }

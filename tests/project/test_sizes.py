@@ -27,7 +27,7 @@ MOST = {
     "pyps/step": 913,  # a step that is not finite is skipped in one place: 13 more
     "pyps/store": 2_353,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
-    "pyps/torch": 7_140,  # samples shared by the cost of their lengths: 75 more; shares: 63
+    "pyps/torch": 7_180,  # samples shared by costs of lengths: 75 more; shares: 63; bytes by rank: 33
     "pyps/worker": 7_871,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_414,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_619,  # the cost of lengths: 71 more

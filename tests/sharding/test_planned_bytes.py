@@ -65,13 +65,20 @@ def device(memory: Memory, seconds: float, most: int) -> Profile:
     )
 
 
-def planned(memory: Memory, stage: Any, parts: int = 1) -> Plan:
-    """The plan of two devices, of which the second is slower and has less memory."""
+def planned(memory: Memory, stage: Any, parts: int = 1, each: int = 1) -> Plan:
+    """The plan of two kinds of devices, of which the second is slower and has less memory."""
     batches = (900, 400) if stage == 0 else (640 // parts, 320 // parts)
     cluster = Cluster(
-        job=Job(global_batch=800),
+        job=Job(global_batch=800 * each),
         worker=[
-            WorkerGroup(name=f"g{k}", profile=f"p{k}", bandwidth=1e9, max_batch=batch, max_accumulation=parts)
+            WorkerGroup(
+                name=f"g{k}",
+                count=each,
+                profile=f"p{k}",
+                bandwidth=1e9,
+                max_batch=batch,
+                max_accumulation=parts,
+            )
             for k, batch in enumerate(batches)
         ],
         sync=SyncCost(kind="ring"),
@@ -80,8 +87,8 @@ def planned(memory: Memory, stage: Any, parts: int = 1) -> Plan:
         ),
     )
     budgets = [int(memory.fixed_bytes + memory.bytes_per_sample * batch) for batch in batches]
-    each = [device(memory, s, most) for s, most in zip((0.001, 0.003), budgets, strict=True)]
-    return make_plan(cluster, each)
+    profiles = [device(memory, s, most) for s, most in zip((0.001, 0.003), budgets, strict=True)]
+    return make_plan(cluster, profiles)
 
 
 @pytest.mark.parametrize(("stage", "parts"), [(0, 1), (1, 1), (3, 2)])
@@ -122,3 +129,18 @@ def test_ddp_without_bucket_views_holds_its_gradients_twice(
     write_json(tmp_path / "plan.json", planned(memory, 0))
     for held in ranks.run(2, jobs.planned_bytes, str(tmp_path / "plan.json"), 0, False):
         assert held["gradients"] == 2 * held["parameters"]
+
+
+def test_a_run_says_what_ranks_hold_beside_what_the_plan_says(
+    ranks: Ranks, tmp_path: Path, memory: Memory
+) -> None:
+    plan = planned(memory, 1, each=2)
+    write_json(tmp_path / "plan.json", plan)
+    wanted = [f"{worker.bytes.total / 1e9:.3f}" for worker in plan.workers if worker.bytes is not None]
+    for found in ranks.run(4, jobs.reported, str(tmp_path / "plan.json")):
+        assert not found["copied"]
+        first, *rows = found["report"].splitlines()
+        assert first.endswith("held GB planned GB")
+        held = [f"{one / 1e9:.3f}" for one in found["held"]]
+        assert [row.split()[-2:] for row in rows] == [list(pair) for pair in zip(held, wanted, strict=True)]
+        assert found["scalars"]["rank1/held_bytes"] == found["held"][1] > 1e7  # a process with torch in it
