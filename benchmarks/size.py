@@ -39,7 +39,7 @@ BUDGETS = {
     "pyps/remote": 3_200,
     "pyps/report": 2_000,
     "pyps/run": 2_200,
-    "pyps/sharding": 1_740,  # as torch's fully_shard, with its state dicts and norms, and ZeRO-1
+    "pyps/sharding": 1_760,  # as torch's fully_shard, with its state dicts and norms; ZeRO-1; bytes held
     "pyps/shards": 2_300,
     "pyps/simulate": 2_200,
     "pyps/step": 900,
