@@ -23,6 +23,7 @@ def folder(programs_folder: Path) -> Path:
 
 
 @pytest.mark.promise("the C core checks every field before it replays them")
+@pytest.mark.promise("what processes change is checked where it is used")
 @pytest.mark.parametrize("of", programs.FUZZED)
 def test_no_bytes_do_harm(folder: Path, of: str) -> None:
     program, runs = programs.build(folder, f"fuzz_{of}", "address"), examples(RUNS[of] // 8, RUNS[of])

@@ -9,7 +9,7 @@ import promises_table
 from roles_table import VERBS, filled, table
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST = 42  # promises: none goes with its test
+LEAST = 46  # promises: none goes with its test
 
 
 def test_each_promise_stands_there_with_its_test() -> None:

@@ -197,6 +197,7 @@ def test_the_same_message_twice_is_one_push(store: Store, server: Server) -> Non
         assert isinstance(client.ask("status"), Answer)
 
 
+@pytest.mark.promise("connections, sessions, calls under way")
 def test_a_repeated_call_is_answered_when_its_first_one_is(store: Store, server: Server) -> None:
     with RawClient(server.address) as client:
         client.ask("hello", PROTOCOL, "model")

@@ -292,6 +292,7 @@ class TestSizes:
 
 
 class TestShares:
+    @pytest.mark.promise("connections, sessions, calls under way")
     def test_one_key_leaves_room_for_the_others(self, store: Store, tmp_path: Path) -> None:
         keys = KeyFolder.open(tmp_path / "keys")
         for name in ("greedy", "modest"):
@@ -310,6 +311,7 @@ class TestShares:
             for one in far:
                 one.close()
 
+    @pytest.mark.promise("without keys: by host or process")
     def test_one_host_leaves_room_for_the_others(self, store: Store) -> None:
         with Server("model", "tcp://0.0.0.0:*", insecure=True, sessions_per_client=2) as server:
             near = server.address.replace("0.0.0.0", "127.0.0.1")
@@ -368,6 +370,7 @@ class TestParts:
         eventually(lambda: server.counters.refused == 1)
         assert answers(server)
 
+    @pytest.mark.promise("open connections, a bounded number")
     def test_silent_connections_make_room(self, server: Server) -> None:
         server._site.bounds.connections.most = 8
         target = parse_address(server.address)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import socket
 import stat
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import zmq
-from hostile import mutated
+from hostile import VERBS, mutated
 from remote_tools import RawClient, eventually, make_keys, pushing
 
 from pyps.errors import InputError, LinkLost, LinkRefused, SegmentNotFound
@@ -32,6 +35,7 @@ SIZE = 3000
 SEED = 20
 ROUNDS = 400
 PATIENCE = 1.0
+LOOPBACK = "tcp://127.0.0.1:*"
 
 
 @pytest.fixture
@@ -42,8 +46,53 @@ def store(shm: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[Server]:
-    with Server("model", "tcp://127.0.0.1:*", insecure=True) as one:
+    with Server("model", LOOPBACK, insecure=True) as one:
         yield one
+
+
+@pytest.mark.promise("run code or open files on the server")
+def test_no_call_takes_what_a_server_could_open_or_run(server: Server) -> None:
+    """The only text of any call is a store's name, and no other than the server's is opened."""
+    for verb in VERBS.values():
+        hints = get_type_hints(verb.function, include_extras=False)
+        texts = {name for name, kind in hints.items() if "str" in str(kind) and name != "return"}
+        assert texts <= {"name"}, verb.name
+    for name in ("../model", "/etc/passwd", "other"):
+        with RawClient(server.address) as one:
+            found = one.ask("hello", PROTOCOL, name)
+            assert isinstance(found, Failure)
+            assert found.code == SegmentNotFound.code
+
+
+@contextmanager
+def recorded(address: str) -> Iterator[tuple[str, bytearray]]:
+    """The address of a relay to a server, and all that passes it."""
+    target, seen = parse_address(address), bytearray()
+
+    def carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                seen.extend(data)
+                other.sendall(data)
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = listener.accept()[0], socket.create_connection((target.host, target.port))
+                opened.extend(ends)
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    opened: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}/{target.store}", seen
+        listener.shutdown(socket.SHUT_RDWR)
+    for end in opened:
+        end.close()
 
 
 def works(address: str) -> bool:
@@ -91,7 +140,6 @@ class TestKeys:
             monkeypatch.setenv("PYPS_KEYS", str(tmp_path / "client.key"))
             assert works(here)
 
-    @pytest.mark.promise("Connections with keys: CurveZMQ")
     def test_seal_frames_that_are_just_as_large_as_the_store(self, shm: Path, tmp_path: Path) -> None:
         tensors = {"w": np.zeros(MAX_HEADER_BYTES // 4 + 1)}
         with (
@@ -99,6 +147,28 @@ class TestKeys:
             Server("model", keys=tmp_path) as server,
         ):
             assert works(f"{server.address}?keys={tmp_path / 'client.key'}")
+
+    @pytest.mark.promise("Connections with keys: CurveZMQ")
+    @pytest.mark.parametrize("keyed", [True, False])
+    def test_hide_what_travels(self, shm: Path, tmp_path: Path, keyed: bool) -> None:
+        """The name of a tensor goes to the client, and values come back; the pattern is seen without keys."""
+        secret = np.full(2000, 1.2345678, np.float32)
+        more: dict[str, Any] = {"keys": tmp_path} if keyed else {"bind": LOOPBACK, "insecure": True}
+        tensors, options = {"private-tensor": secret}, "insecure=1"
+        if keyed:
+            options = f"keys={tmp_path / 'client.key'}"
+        with (
+            Store.create("model", tensors, batches=[4], policy="asp"),
+            Server("model", **more) as server,
+            recorded(f"{server.address.partition('?')[0]}?{options}") as (address, seen),
+            open_store(f"{address}?{options}") as far,
+        ):
+            far.join()
+            assert far.tensors[0].name == "private-tensor"
+            assert far.pull()[0][0] == secret[0]
+        assert len(seen) > secret.nbytes
+        for text in (b"private-tensor", secret[:4].tobytes()):
+            assert (text in seen) != keyed
 
     @pytest.mark.promise("without an admitted key")
     def test_other_ones_do_not(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

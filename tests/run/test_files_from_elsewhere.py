@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,22 @@ import numpy as np
 import pytest
 from run_scripts import script
 from run_tools import make_plan
+from sampled import examples
 from typer.testing import CliRunner
 
 import pyps
 from pyps.checkpoint.folder import MANIFEST, verify_folder
-from pyps.checkpoint.state import save
+from pyps.checkpoint.state import load, save
 from pyps.cli.run import app
-from pyps.errors import InputError
-from pyps.formats import Plan, PlannedRun, write_json
+from pyps.errors import InputError, PypsError
+from pyps.formats import Plan, PlannedRun, read_plan, write_json
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.run.options import RunOptions
 from pyps.run.resume import continue_folder, new_store
 from pyps.run.spec import prepare, write_setup
 from pyps.store.store import Store
 
+WRONG = (None, True, -1, 1.5, 10**30, "x", [], {}, [{}])
 EVIL = "from pathlib import Path\nPath('ran').touch()\n"
 
 
@@ -123,9 +128,55 @@ def test_wrong_files_of_a_checkpoint_are_an_error(shm: Path, tmp_path: Path, fil
         path = save(store.state(), tmp_path / "checkpoints")
     raw = json.loads((path / MANIFEST).read_bytes())
     raw["files"] = files
-    raw["sha256"] = hashlib.sha256(
-        msgspec.json.encode({k: v for k, v in raw.items() if k != "sha256"}, order="sorted")
-    ).hexdigest()
-    (path / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
+    (path / MANIFEST).write_text(json.dumps(signed_again(raw)), encoding="utf-8")
     with pytest.raises(InputError, match="files"):
         verify_folder(path)
+
+
+def signed_again(raw: Any) -> Any:
+    """A changed checkpoint.json, as one writes it who wants it to be taken."""
+    if not isinstance(raw, dict) or "sha256" not in raw:
+        return raw
+    rest = {name: value for name, value in raw.items() if name != "sha256"}
+    return rest | {"sha256": hashlib.sha256(msgspec.json.encode(rest, order="sorted")).hexdigest()}
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the ways to all values in a value, of a list's items to the first two."""
+    yield ()
+    inner = (
+        value.items() if isinstance(value, dict) else enumerate(value[:2] if isinstance(value, list) else ())
+    )
+    for key, one in inner:
+        yield from ((key, *rest) for rest in places(one))
+
+
+def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """The value with another one in that place."""
+    if not place:
+        return new
+    value, key = value.copy(), place[0]
+    value[key] = changed(value[key], place[1:], new)
+    return value
+
+
+@pytest.mark.promise("every field is checked")
+def test_a_wrong_type_anywhere_is_a_message(run_dir: Path, shm: Path, tmp_path: Path) -> None:
+    with make_store("run") as store:
+        saved = save(store.state(), tmp_path / "checkpoints", seed=4, plan=make_plan())
+    readers: list[tuple[Path, Callable[[], object]]] = [
+        (tmp_path / "plan.json", lambda: read_plan(tmp_path / "plan.json")),
+        (run_dir / SETUP_FILE, lambda: read_setup(run_dir)),
+        (saved / MANIFEST, lambda: load(saved)),
+    ]
+    refused = 0
+    for path, read in readers:
+        raw = json.loads(path.read_bytes())
+        cases = list(itertools.product(places(raw), WRONG))
+        for place, new in random.Random(45).sample(cases, examples(min(150, len(cases)), len(cases))):
+            path.write_text(json.dumps(signed_again(changed(raw, place, new))), encoding="utf-8")
+            try:  # some values are as good as those that they replace
+                read()
+            except PypsError:
+                refused += 1
+    assert refused > 200

@@ -119,6 +119,17 @@ def test_wrong_mode(shm: Path, whole: bytes, mode: int) -> None:
         opened(shm, whole, mode)
 
 
+@pytest.mark.promise("segments have mode 0600")
+def test_a_new_segment_is_its_users_alone(shm: Path) -> None:
+    """Whatever files of this user may be otherwise."""
+    before = os.umask(0)
+    try:
+        with Store.create("mine", {"w": np.zeros(8)}, batches=[4]):
+            assert (shm / "pyps-mine").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.promise("Another user's segment is refused")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_wrong_owner(shm: Path, whole: bytes) -> None:
