@@ -245,7 +245,9 @@ class Costs:
 
     def _real_at_once(self, t: Floats | float, most: Ints) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            real = np.where(self.a > 0, (t - self.c) / self.a, np.where(self.c <= t, np.inf, 0.0))
+            real = (t - self.c) / self.a
+        if not (rising := self.a > 0).all():
+            real = np.where(rising, real, np.where(self.c <= t, np.inf, 0.0))
         real = np.where(self.t0 <= t, np.maximum(np.minimum(real, most), 0.0), 0.0)
         if len(self.knot_batch):
             rows = np.flatnonzero(self.stop > self.start)

@@ -9,14 +9,16 @@ paces do not, and pushes leave pulls their bandwidth. With [sync] the transfers 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from pyps.errors import Infeasible, InputError
-from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup
+from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup, read_profile
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Mode, Pace
 from pyps.profiler.multiples import at_multiple, kept_multiple
@@ -26,6 +28,7 @@ from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table
 from pyps.solver.exact.minmax import Bools, Problem
 from pyps.solver.exact.parts import InParts, at_once_within
+from pyps.solver.lengths import SampleLengths
 from pyps.solver.links import (
     BYTES_PER_PARAMETER,
     WIRE_BYTES,
@@ -47,6 +50,8 @@ from pyps.solver.units import (
     of_node,
     of_one_rank,
     sample_multiple,
+    scaled,
+    tokens_worth,
     units_each,
     with_energy,
 )
@@ -534,3 +539,21 @@ def _resources(
         if shared.samples_per_second is not None:
             found[-1] = replace(found[-1], samples_per_second=shared.samples_per_second)
     return found
+
+
+def prior_of(
+    profile: Profile | str | os.PathLike[str] | None, lengths: SampleLengths | None = None
+) -> tuple[Cost | None, int]:
+    """The device's cost model and its largest batch; None and no bound without a profile.
+
+    lengths: of samples; batches then count tokens of average cost. Fits the measured points if the profile
+    has no fit. Raises InputError for a file that is no profile.
+    """
+    if profile is None:
+        return None, MAX_BATCH
+    if not isinstance(profile, Profile):
+        profile = read_profile(Path(profile))
+    if lengths is not None:
+        profile = scaled(profile, tokens_worth(profile, lengths) or lengths.each)
+    fit = fit_of(profile)
+    return cost_of(fit), max_batch_of(WorkerGroup(name="rank", profile="profile"), profile)

@@ -26,7 +26,7 @@ from pyps.solver.costs import Line, Table
 from pyps.solver.jobs.differences import differences
 from pyps.solver.links import stated_links
 from pyps.solver.online.device import planned_compute_seconds
-from pyps.solver.online.prior import prior_of
+from pyps.solver.ranks import prior_of
 from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.run.settings import ThrottleSpec
 

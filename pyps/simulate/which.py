@@ -37,7 +37,7 @@ ROUNDS = 60  # simulated global batches
 LEVEL = 0.03  # relative: paces that differ by less are the same
 PILOT_ROUNDS = 100
 PILOT_WAYS = 4  # ways in a pilot, at most
-WORTH = 0.1  # of a loss: by which a pilot of local steps has to be ahead, as early leads fade
+WORTH = 0.1  # of a loss: by which another way has to be ahead after a pilot, as early leads fade
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -191,8 +191,8 @@ def ranked_ways(cluster: Cluster, profiles: Sequence[Profile], pilot: int = PILO
 
 
 def after_pilot(ranking: Ranking, losses: Mapping[str, float]) -> Ranked:
-    """The way to go on with: the one with the lowest loss after the same time, if that is clearly below the
-    loss of the best way without local steps; else that way.
+    """The way to go on with: the first of the ranking without local steps, unless another one's loss after
+    the same time is clearly below; then local steps, if theirs is clearly below that.
 
     losses: by names of the ranking's ways; not finite where a way has diverged. Raises InputError for a name
     that is none, or where no way without local steps is among them.
@@ -202,15 +202,17 @@ def after_pilot(ranking: Ranking, losses: Mapping[str, float]) -> Ranked:
         if name not in ways:
             raise InputError("--loss", "", repr(name), f"one of {', '.join(ways)}")
     finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-    safe = [one for one in ranking.ways if one.name in finite and one.kind != "local"]
+    safe = [one.name for one in ranking.ways if one.name in finite and one.kind != "local"]
     if not safe:
         raise InputError(
             "--loss", "", ", ".join(losses) or "none", "a finite one of a way without local steps"
         )
-    fallback = min(safe, key=lambda one: finite[one.name])
-    best = min(finite, key=lambda name: finite[name])
-    gains = finite[fallback.name] - finite[best] > WORTH * abs(finite[fallback.name])
-    return ways[best] if gains else fallback
+    chosen = safe[0]
+    for names in (safe, finite):
+        best = min(names, key=lambda name: finite[name])
+        if finite[chosen] - finite[best] > WORTH * abs(finite[chosen]):
+            chosen = best
+    return ways[chosen]
 
 
 def way_scenario(cluster: Cluster, profiles: Sequence[Profile], run: RunTable) -> Scenario:

@@ -19,8 +19,8 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.solver.lengths import SampleLengths
 from pyps.solver.online.decide import Split, best_split
-from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import CostMessage
+from pyps.solver.ranks import prior_of
 from pyps.torch.schedule import proportional_split
 
 

@@ -39,8 +39,8 @@ from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.decide import SplitChange
 from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.global_batch import RankDevice
-from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import DeviceState
+from pyps.solver.ranks import prior_of
 from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise

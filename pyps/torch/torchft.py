@@ -38,8 +38,8 @@ from pyps.solver.costs import Line
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Split, SplitChange, best_split
 from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
-from pyps.solver.online.prior import prior_of
 from pyps.solver.online.state import ReadingMessage
+from pyps.solver.ranks import prior_of
 from pyps.torch.decisions import USUAL, Moves
 from pyps.torch.replica_mean import ReplicaMean
 from pyps.torch.sampler import UnevenBatchSampler

@@ -86,7 +86,8 @@ def _search(
         if place == len(classes):
             return taken if high >= total and meets(_sets_of(classes, taken, fixed), total) else None
         here = classes[place]
-        for j in sorted(range(min(left, len(here.workers)) + 1), key=lambda j: abs(j - greedy[place])):
+        counts = np.arange(min(left, len(here.workers)) + 1)
+        for j in counts[np.argsort(np.abs(counts - greedy[place]), kind="stable")].tolist():
             reach = high + here.reach[j]
             least_so_far = low + j * here.min_batch
             if least_so_far > total or reach + _most_of(classes[place + 1 :], left - j, best) < total:

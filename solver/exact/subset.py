@@ -70,12 +70,16 @@ def _some_counts(low: int, high: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Box:
-    """Counts low..high of workers that synchronise in `least` to `most` seconds, both ends included."""
+    """Counts low..high of workers that synchronise in `least` to `most` seconds, both ends included.
+
+    workers: a box within this one uses no others.
+    """
 
     low: int
     high: int
     least: float
     most: float
+    workers: Ints
 
 
 def _cut(box: _Box, seconds: float) -> list[_Box]:
@@ -91,6 +95,14 @@ def _most_at_most(bounds: Problem, t: float) -> Ints:
     return np.where(most < bounds.min_batch, np.where(bounds.required, bounds.min_batch, 0), most)
 
 
+def _descending(batches: Ints) -> Ints:
+    """The batches, the largest first: counted where there are few sizes, which is faster than to sort."""
+    largest = int(batches.max(initial=0))
+    if largest > len(batches):
+        return np.sort(batches)[::-1]
+    return np.repeat(np.arange(largest, -1, -1), np.bincount(batches, minlength=1)[::-1])
+
+
 class SubsetSearch:
     """Branch and bound over the count of workers and the slowest link that may be used.
 
@@ -104,6 +116,7 @@ class SubsetSearch:
         self.winner: tuple[int, Ints, float] | None = None
         self.usable = bounds.max_batch > 0
         self.required = bounds.required
+        self.required_sync = sync.take(np.flatnonzero(self.required))
         self.least_held = int(self.required.sum())
         self.least_count = max(1, self.least_held)
         self.most_count = int(self.usable.sum())
@@ -111,7 +124,7 @@ class SubsetSearch:
 
     def run(self) -> SubsetSolution:
         self.explore()
-        boxes = [_Box(self.least_count, self.most_count, 0.0, math.inf)]
+        boxes = [_Box(self.least_count, self.most_count, 0.0, math.inf, np.flatnonzero(self.usable))]
         while boxes:
             boxes += self._halves(boxes.pop())
         return self._answer()
@@ -122,20 +135,22 @@ class SubsetSearch:
         It is cut where its bound is looser: the samples that the greatest count can take more than the
         least, as a share of B, against the seconds between its links, as a share of the compute.
         """
+        sync, bounds = self.sync.take(box.workers), at_index(self.bounds, box.workers)
         while True:
-            by_link = self.sync.by_link(box.low)
-            allowed = self.usable & (by_link <= box.most)
+            by_link = sync.by_link(box.low)
+            allowed = by_link <= box.most
             links = by_link[allowed]
             box = replace(box, least=max(box.least, self._least_sync(box.low, links)))
             t = self._to_beat(box.least)
-            sums = self.sums_by(t, allowed)
+            sums = self.sums_by(t, bounds, allowed)
             if sums is None or sums[min(box.high, len(sums) - 1)] < self.bounds.global_batch:
                 return []
             needed = int(np.searchsorted(sums, self.bounds.global_batch))
             if needed <= box.low:
                 break
             box = replace(box, low=needed)  # fewer are too few, and more synchronise later
-        if np.array_equal(by_link, self.sync.by_link(box.high)):
+        box = replace(box, workers=box.workers[allowed])
+        if np.array_equal(by_link, sync.by_link(box.high)):
             return self._by_link(box, links)
         last = float(links.max())
         samples = int(sums[min(box.high, len(sums) - 1)] - sums[box.low])
@@ -153,18 +168,21 @@ class SubsetSearch:
             self.consider(box.high, float(values[0]))
         return []
 
-    def sums_by(self, t: float, allowed: Bools) -> Ints | None:
-        """The most samples that 0, 1, 2... allowed workers can do by t, if samples were shared freely.
+    def sums_by(self, t: float, bounds: Problem, allowed: Bools) -> Ints | None:
+        """The most samples that 0, 1, 2... allowed workers of `bounds` can do by t, if samples were shared
+        freely.
 
         0 for fewer workers than the required ones; None if a required worker is late or not allowed.
         """
-        if t <= 0 or t < self.least_seconds or (self.required & ~allowed).any():
+        held = bounds.required & allowed
+        if t <= 0 or t < self.least_seconds or int(held.sum()) < self.least_held:
             return None
-        bounds = at_index(self.bounds, np.flatnonzero(allowed))
         most = _most_at_most(bounds, t)
-        sums = np.zeros(len(most) + 1, np.int64)
-        sums[self.least_held :] = int(most[bounds.required].sum())
-        sums[self.least_held + 1 :] += np.cumsum(np.sort(most[~bounds.required])[::-1])
+        free = _descending(most[allowed & ~held])
+        sums = np.zeros(self.least_held + 1 + len(free), np.int64)
+        sums[self.least_held] = int(most[held].sum())
+        np.cumsum(free, out=sums[self.least_held + 1 :])
+        sums[self.least_held + 1 :] += sums[self.least_held]
         return sums
 
     def explore(self) -> None:
@@ -200,7 +218,7 @@ class SubsetSearch:
         """
         if len(by_link) < count:
             return math.inf
-        required = self.sync.by_link(count)[self.required].max(initial=0.0)
+        required = self.required_sync.by_link(count).max(initial=0.0)
         return float(max(np.partition(by_link, count - 1)[count - 1], required))
 
     def _could_win(self, sync_seconds: float, count: int, allowed: Bools) -> bool:

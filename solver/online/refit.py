@@ -13,7 +13,10 @@ estimate takes the middle of these on a log scale: at most the root of the chang
 that fits the cost before all changes means that the disturbance is over. A second batch tells which it is,
 even where the bounds were wrong.
 
-A batch's time follows a device that drifts (pyps.solver.online.drift).
+A batch's time follows a device that drifts. A local-level filter of the logarithm of a step's time runs for
+each of several rates of drift, the variance that a step adds over that of a step's scatter. Each rate is
+believed as far as it foretold the windows; no drift is believed first. What is known of the time is the mean
+of the filters, weighted by belief.
 
 f never leaves 0.5 to 2 times the profile's shape at the level that was measured.
 """
@@ -30,7 +33,6 @@ from numpy.typing import NDArray
 
 from pyps.profiler.statistics import robust_sigma
 from pyps.solver.costs import Cost, Line, Table
-from pyps.solver.online.drift import Drift
 
 CHANGE = 0.10  # relative, of a window's median: a larger difference is not noise
 ERRORS = 4.0  # standard errors: a smaller difference may be noise
@@ -50,8 +52,66 @@ COUNTED_FROM = 20  # steps of a known scatter: before, nothing is learnt of drif
 HICCUP_COST = 3  # what a believed hiccup costs, over what a change that is believed a step earlier saves
 DOUBT = 8.0  # steps: the scatter of few may be too small by this over their number
 SHAPE_ERROR = 0.1  # of the log of an untimed batch's time, by the log of its distance from a timed one
+RATES = (0.0, 0.02, 0.1, 0.4)
+UNUSUAL = 3.0  # log: how much less likely any drift is than none, before the first window
+FORGOTTEN = 60.0  # steps after which what spoke for a rate counts e times less
+MOST_ODD = 9.0  # squared standard errors: a window further off speaks no more clearly
+CLEAR = 2  # the first of RATES that a few steps show
+
 
 PROPORTIONAL = Line(0.0, 1e-3)
+
+
+class Drift:
+    """The filters. odds: of each rate, log. at, variances: of the log of the time, from what is believed."""
+
+    def __init__(self) -> None:
+        self.odds = [-UNUSUAL if rate else 0.0 for rate in RATES]
+        self.at = [0.0] * len(RATES)
+        self.variances = [1.0] * len(RATES)
+
+    def begin(self, variance: float) -> None:
+        """A time is known anew, with this variance; the rates are believed as before."""
+        self.at, self.variances = [0.0] * len(RATES), [variance] * len(RATES)
+
+    @property
+    def _shares(self) -> list[float]:
+        best = max(self.odds)
+        weights = [math.exp(odds - best) for odds in self.odds]
+        return [weight / sum(weights) for weight in weights]
+
+    @property
+    def rate(self) -> float:
+        """The expected one."""
+        return sum(share * rate for share, rate in zip(self._shares, RATES, strict=True))
+
+    @property
+    def clear(self) -> bool:
+        """Return whether the device rather drifts, so that what is known of it is soon out of date."""
+        return sum(self._shares[CLEAR:]) > 0.5
+
+    def take(
+        self, off: float, steps: float, noise: float, scatter: float, learns: bool
+    ) -> tuple[float, float]:
+        """By how much the log of the time has moved, and its variance, after a window.
+
+        off: the log of the window's time over what is known. noise, scatter: variances of the window and of a
+        step. learns: whether the scatter is known well enough to tell rates from it.
+        """
+        kept = math.exp(-steps / FORGOTTEN)
+        for k, rate in enumerate(RATES):
+            predicted = self.variances[k] + rate * scatter * steps
+            whole, surprise = predicted + noise, off - self.at[k]
+            first = -UNUSUAL if rate else 0.0
+            likelihood = -0.5 * (min(surprise**2 / whole, MOST_ODD) + math.log(whole)) if learns else 0.0
+            self.odds[k] = first + kept * (self.odds[k] - first) + likelihood
+            self.at[k] += predicted / whole * surprise
+            self.variances[k] = predicted * noise / whole
+        best, shares = max(self.odds), self._shares
+        moved = sum(share * at for share, at in zip(shares, self.at, strict=True))
+        self.odds, self.at = [odds - best for odds in self.odds], [at - moved for at in self.at]
+        each = zip(shares, self.variances, self.at, strict=True)
+        return moved, sum(share * (variance + at**2) for share, variance, at in each)
 
 
 @dataclass(frozen=True)
@@ -283,17 +343,6 @@ class OnlineCost:
 def _known(seconds: float, variance: float, scatter: float) -> Timed:
     """Return what is known with a variance of the log."""
     return Timed(seconds, min(STEPS_KEPT, scatter**2 / max(variance, LEAST_ERROR**2)), scatter)
-
-
-def refit(prior: Cost, known: Mapping[int, float]) -> Cost:
-    """The d + f P(b), f > 0, nearest to the known seconds by batch, the latest last: ridge least squares."""
-    points = {b: Timed(s) for b, s in known.items() if math.isfinite(prior.seconds(b))}
-    if not points:
-        return prior
-    batch, timed = next(reversed(points.items()))
-    level = timed.seconds / prior.seconds(batch)
-    d, f, _ = _solved(prior, points, None, SLOPE_LOW * level, SLOPE_HIGH * level)
-    return stretched(prior, d, f)
 
 
 def _solved(

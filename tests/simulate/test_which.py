@@ -101,8 +101,11 @@ def test_a_way_that_does_not_work_is_named_with_the_reason(slow: Ranking) -> Non
     assert set(slow.left_out) <= {"fsdp2, planned"}
 
 
-def test_after_a_pilot_local_steps_must_be_clearly_better(slow: Ranking) -> None:
+def test_after_a_pilot_another_way_must_be_clearly_better(slow: Ranking) -> None:
     local = "local steps 8, int8"
+    assert [one.name for one in slow.ways if one.name in ("hps", "bsp")] == ["hps", "bsp"]
+    assert after_pilot(slow, {"hps": 0.3108, "bsp": 0.3097}).name == "hps"
+    assert after_pilot(slow, {"hps": 0.5, "bsp": 0.4, local: 0.39}).name == "bsp"
     assert after_pilot(slow, {"hps": 0.50, "bsp": 0.6, local: 0.40}).name == local
     assert after_pilot(slow, {"hps": 0.50, "bsp": 0.6, local: 0.499}).name == "hps"
     assert after_pilot(slow, {"hps": float("nan"), "bsp": 0.6, local: float("inf")}).name == "bsp"

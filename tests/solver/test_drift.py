@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pyps.solver.online.drift import Drift
+from pyps.solver.online.refit import Drift
 
 SCATTER = 0.03
 

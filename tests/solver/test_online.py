@@ -16,7 +16,7 @@ from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
 from pyps.solver.online.device import BalancedDevice, planned_device
 from pyps.solver.online.members import Ranks
-from pyps.solver.online.refit import OnlineCost, refit, stretched
+from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.state import DeviceState
 from pyps.solver.online.window import quicker, settled, tells, undecided
 
@@ -26,35 +26,6 @@ SLOPES = (0.5, 2.0)  # of the true one
 
 def slope(cost: Cost) -> float:
     return cost.seconds(101) - cost.seconds(100)
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.floats(-0.3, 0.5), st.floats(0.2, 5.0), st.floats(0.001, 0.1), st.floats(1e-4, 1e-2))
-def test_two_batches_tell_the_line(share: float, f: float, c: float, a: float) -> None:
-    prior = Line(c, a)
-    true = stretched(prior, share * f * prior.seconds(50), f)
-    if not 0.55 * true.seconds(90) / prior.seconds(90) < f < 1.9 * true.seconds(90) / prior.seconds(90):
-        return  # no shape that the profile's device can have
-    found = refit(prior, {b: true.seconds(b) for b in (30, 90)})
-    for batch in (30, 60, 90, 150):
-        assert found.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.03)
-    level = refit(prior, {60: 2 * prior.seconds(60)})
-    assert level.seconds(200) == pytest.approx(2 * prior.seconds(200))
-
-
-def test_knees_and_tables_keep_their_shape() -> None:
-    knee, table = Line(0.0, 0.001, 0.05), Table(((1, 0.1), (10, 0.2), (20, 0.5)))
-    assert refit(knee, {80: 0.16}).seconds(10) == pytest.approx(0.1)
-    assert refit(table, {10: 0.6}).seconds(20) == pytest.approx(1.5)
-    assert refit(table, {30: 0.6}) == table  # it says nothing of 30
-
-
-@pytest.mark.parametrize("shape", [0.3, 3.0])
-def test_the_shape_stays_near_the_profile_s(shape: float) -> None:
-    """A disturbance that begins between two batches looks like a slope that no device has."""
-    level = PROFILE.seconds(100) * (1 - shape * 0.3)
-    found = refit(PROFILE, {70: level, 100: PROFILE.seconds(100)})
-    assert SLOPES[0] <= slope(found) / slope(PROFILE) <= SLOPES[1]
 
 
 @pytest.mark.parametrize(("added", "factor"), [(0.05, 1.0), (0.25, 1.0), (0.0, 2.0), (0.0, 3.5), (0.0, 0.4)])
