@@ -152,13 +152,21 @@ def test_moments_do_not_depend_on_blocks() -> None:
         np.testing.assert_array_equal(whole[-5:], end)
 
 
-@pytest.mark.parametrize(("ranks", "momentum", "told"), [(8, 0.0, True), (4, 0.0, False), (8, 0.9, False)])
-def test_a_wide_pipeline_without_momentum_is_told_of(
-    shm: Path, ranks: int, momentum: float, told: bool
+@pytest.mark.parametrize(
+    ("depth", "momentum", "told"),
+    [
+        (2, 0.0, "2 steps under way, SGD: after as many samples the loss was 1.00 to 1.10 times"),
+        (3, 0.9, "3 steps under way, MOMENTUM: after as many samples the loss was 0.98 to 1.23 times"),
+        (1, 0.0, ""),
+    ],
+)
+def test_what_a_pipeline_cost_is_told_before_it_trains(
+    shm: Path, depth: int, momentum: float, told: str
 ) -> None:
     model = make_model()
-    options: dict[str, Any] = {"batches": [2] * ranks, "samples": 40, "policy": "hps", "depth": 2}
-    with join("wide", 0, **options) as worker, warnings.catch_warnings(record=True) as found:
+    options: dict[str, Any] = {"batches": [2] * 2, "samples": 40, "policy": "hps", "depth": depth}
+    with join("told", 0, **options) as worker, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         worker.attach(model, optimizer_of(model, momentum=momentum))
-    assert any("no pipeline helps" in str(one.message) for one in found) == told
+    said = [str(one.message) for one in found if "steps under way" in str(one.message)]
+    assert [text.startswith(told) for text in said] == [True] * bool(told)

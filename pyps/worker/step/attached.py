@@ -22,7 +22,7 @@ from pyps.native.decisions import PolicyNeeds
 from pyps.native.values import Codec, Encoding, PushRequest
 from pyps.solver.online.mode import ModeBalancer
 from pyps.step.machine import StepRules
-from pyps.step.own import follows_own, share_of_way
+from pyps.step.own import follows_own, loss_of_pipeline
 from pyps.store.codec import name_of
 from pyps.store.store import Store
 from pyps.worker.device.attach import Attachment, OptimizerSteps, hyper_of
@@ -42,8 +42,6 @@ LOOK_EVERY = 32  # steps between two looks at the parameters where no loss is gi
 SHOWN_SHORT = (InputError, InvalidArgument, Diverged)
 INSIDE = (f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/")
 SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
-WIDE = "many workers with little momentum in a pipeline: where training bears no larger rate, plain SGD"
-WIDE += " ended at up to 1.4 times the loss without one; half the rate, momentum or no pipeline helps"
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
 
@@ -139,9 +137,8 @@ def attached(
     merges, optimizer = local.merges if local is not None else 0, store.layout.optimizer
     rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
     follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
-    shares = [share_of_way(h, optimizer, 1 / rules.ranks) for h in hyper_of(attachment)] if follows else []
-    if settings.rank == 0 and min(shares, default=1.0) < 1.0:
-        warnings.warn(WIDE, stacklevel=3)
+    if settings.rank == 0 and follows:
+        warnings.warn(loss_of_pipeline(optimizer, settings.most_depth), stacklevel=3)
     binding = Binding(
         attachment,
         store,
