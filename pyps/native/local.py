@@ -63,7 +63,7 @@ from pyps.native.values import (
     Ticket,
     Traffic,
 )
-from pyps.step.transfer import Transfers, Verb
+from pyps.step.transfer import Transfers, Verb, claims_after
 
 ANY_PLAN = GIVEN_LAST = 2**64 - 1
 ARRIVAL_ELEMENTS = 1 << 20  # of an exchange's copy that are told at once: 4 MiB, at most 0.4 ms of a bus
@@ -332,7 +332,7 @@ class LocalBackend:
                 Verb.PUSH: lambda: self.push(push),
                 Verb.EXCHANGE: exchange,
                 Verb.SKIP: lambda: self.push(skipping(push)),
-                Verb.CLAIM: lambda: claim if (claim := self.start_ahead()).count else None,
+                Verb.CLAIM: claims_after(request.ask, self.start_ahead),
                 Verb.PULL: pull,
             },
         )

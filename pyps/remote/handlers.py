@@ -45,7 +45,7 @@ from pyps.remote.parts import Extents, sent_ranges
 from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handler, Handlers
 from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
-from pyps.step.transfer import Transfers, Verb
+from pyps.step.transfer import Transfers, Verb, claims_after
 from pyps.store.codec import encoded_bytes, encoded_vector_bytes
 
 P = ParamSpec("P")
@@ -377,7 +377,7 @@ class LinkSession:
                 Verb.PUSH: push,
                 Verb.EXCHANGE: exchange,
                 Verb.SKIP: lambda: self._pushed(skip, (), self.store.push),
-                Verb.CLAIM: lambda: claim if (claim := self.store.start_ahead()).count else None,
+                Verb.CLAIM: claims_after(header.ask, self.store.start_ahead),
                 Verb.PULL: lambda: self.pull((), header.codec, None),
             },
         )

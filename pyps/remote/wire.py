@@ -48,7 +48,7 @@ from pyps.native.values import (
 from pyps.step.transfer import Ask, Done
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 10
+PROTOCOL = 11
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them

@@ -30,7 +30,7 @@ from pyps.shards.decisions import DecisionLog
 from pyps.shards.host import ShardHost
 from pyps.shards.shard import ShardStore
 from pyps.shards.verbs import HANDLERS, CommitHeader, CommitReply, Following, LogEntry, LogKind
-from pyps.step.transfer import Transfers, Verb
+from pyps.step.transfer import Transfers, Verb, claims_after
 from pyps.store.codec import encode
 
 MAX_ENTRIES_SECONDS = 1.0
@@ -139,7 +139,7 @@ class HeadSession:
             Verb.LIMIT: limit,
             Verb.PUSH: push,
             Verb.EXCHANGE: lambda: (push(), None),
-            Verb.CLAIM: lambda: claim if (claim := store.start_ahead()).count else None,
+            Verb.CLAIM: claims_after(header.ask, store.start_ahead),
             Verb.PULL: pin,
         }
         try:

@@ -43,13 +43,15 @@ class Ask:
     a bounded policy allows. claims: of later steps, as far as the policy allows. pulls: whether parameters
     come back. alone: its sender has no other under way and waits for it, so it does not fail as an earlier
     one did; a push that is rejected, or whose values are not finite, is an error. Otherwise these are part
-    of a transfer: a step that cannot be pushed is skipped.
+    of a transfer: a step that cannot be pushed is skipped. after: `first` of the last claim that its sender
+    has, so that claims whose reply it did not take come again; None, with others under way: the last given.
     """
 
     exchanges: bool = False
     claims: Annotated[int, Meta(ge=0, le=MOST_CLAIMS)] = 0
     pulls: bool = True
     alone: bool = False
+    after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +148,21 @@ class Transfers:
     def begin_again(self) -> None:
         """The worker starts or rejoins."""
         self._failed = None
+
+
+def claims_after(ask: Ask, start_ahead: Callable[[int | None], Claim]) -> Callable[[], Claim | None]:
+    """Return what answers CLAIM."""
+    last = ask.after
+
+    def claim() -> Claim | None:
+        nonlocal last
+        found = start_ahead(last)
+        if not found.count:
+            return None
+        last = None if last is None else found.first
+        return found
+
+    return claim
 
 
 def _run(steps: TransferVerbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:

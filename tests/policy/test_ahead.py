@@ -5,7 +5,8 @@ gradient was computed on.
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
+from collections import deque
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,11 @@ from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
 from pyps.native.decisions import EventKind
 from pyps.native.local import LocalBackend
-from pyps.native.values import Claim, Codec, Config, Hyper, Optimizer, PushResult
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
+from pyps.native.values import Claim, Codec, Config, Flat, Hyper, Optimizer, PushRequest, PushResult
+from pyps.remote import open_store
+from pyps.remote.server import Server
+from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
 from pyps.store.staging import StagingBuffer
@@ -154,6 +159,51 @@ def test_a_call_that_a_signal_interrupted_skips_no_claim(
         signal.signal(signal.SIGUSR1, before)
     assert seen == list(range(0, 400, 4))
     close(stores)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_transfer_whose_reply_was_lost_skips_no_claim(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    """Raise, as a signal's handler would, when the reply has come: its claims do not reach the worker."""
+    inner, lost = Store.begin_transfer, False
+
+    def begin(self: Store, request: TransferRequest) -> FinishTransfer:
+        finish = inner(self, request)
+
+        def end(out: Flat, arrived: ArrivalCallback | None = None) -> Transferred:
+            done = finish(out, arrived)
+            if lost:
+                raise Interrupted
+            return done
+
+        return end
+
+    monkeypatch.setattr(Store, "begin_transfer", begin)
+    with ExitStack() as stack:
+        near = stack.enter_context(make(ASP(), (4,), samples=400, staging_buffers=4)[0])
+        near.leave()
+        store = stack.enter_context(open_store(stack.enter_context(Server("ahead")).address)) if far else near
+        store.join()
+        client, out = (
+            StoreClient(store, Codec.F32, budget=None),
+            np.empty(store.layout.flat_elements, np.float32),
+        )
+        first = [client.claim(), *client.claim_ahead(2)]
+        held, seen = deque((claim, store.stage()) for claim in first), list[int]()
+        while len(seen) < 100:
+            if lost or not held:
+                current = client.claim()
+                held = held or deque([(current, store.stage())])
+                assert held[0][0].first == current.first
+            (claim, staging), lost = held.popleft(), len(seen) % 3 == 1
+            staging.flat.fill(0.0)
+            request = PushRequest(staging.index, claim.count, (LR,))
+            with suppress(Interrupted):
+                done = client.begin_transfer(request, Ask(claims=3 - len(held)), Codec.F32)(out, None)
+                held += zip(done.claims, done.staging, strict=True)
+            seen.append(claim.first)
+        assert seen == list(range(0, 400, 4))
 
 
 @pytest.mark.parametrize("depth", [2, 8])

@@ -24,7 +24,7 @@ MOST = {
     "pyps/run": 2_380,
     "pyps/shards": 2_316,
     "pyps/simulate": 3_082,  # ways that shard by memory: 19 more
-    "pyps/step": 929,  # what a pipeline cost is told by optimizer and depth: 20 more
+    "pyps/step": 946,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
     "pyps/store": 2_353,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     "pyps/torch": 7_180,  # samples shared by costs of lengths: 75 more; shares: 63; bytes by rank: 33

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pyps.errors import Fenced, TimedOut
@@ -53,6 +53,7 @@ class StoreClient:
         self._uses_turns = store.policy_needs().uses_turns
         self.ahead: deque[Claim] = deque()
         self._last: Claim | None = None  # that this one has
+        self._begun = self._ended = 0  # transfers
         self.after_claim_ahead: Callable[[Claim], None] = _ignore
         self.idle: Callable[[Callable[[], Claim]], Claim] = _wait
         self._transfers = Transfers()
@@ -130,12 +131,15 @@ class StoreClient:
         try:
             turn = self._await_turn(request)
             most = self._budget.change() if self._budget is not None and ask.claims else None
+            if self._last is not None and self._begun == self._ended:
+                ask = replace(ask, after=self._last.first)
             finish = self.store.begin_transfer(TransferRequest(request, pull, ask, most))
         except Fenced:
             return _fenced
         except Exception as error:
             self._transfers.fail(error)
             raise
+        self._begun += 1
         return partial(self._finish, request, turn, finish)
 
     def _await_turn(self, request: PushRequest) -> list[Span]:
@@ -159,8 +163,12 @@ class StoreClient:
     ) -> Transfer:
         try:
             done = finish(out, arrived)
+            for claim in done.claims:
+                self._note(claim)
         except Fenced:
             return Transfer(Outcome(), fenced=True)
+        finally:
+            self._ended += 1
         kind: SpanKind = "push" if request.samples and not done.skipped else "skip"
         outcome = Outcome(
             done.result,
@@ -169,8 +177,6 @@ class StoreClient:
             version=done.version,
             spans=turn + [(kind if name == "push" else name, a, b) for name, a, b in done.spans],
         )
-        for claim in done.claims:
-            self._note(claim)
         fenced, staging = done.fenced, []
         try:
             staging = [] if fenced else [self.store.stage() for _ in done.claims]
