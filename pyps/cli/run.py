@@ -27,7 +27,7 @@ from pyps.report.ring import TurnsReport
 from pyps.run import Report, RunOptions, run
 from pyps.run.launcher import TrainingFailed
 from pyps.run.options import options_from_json
-from pyps.run.resume import check_policy_named, is_own, run_of
+from pyps.run.resume import check_policy_named, is_owned, run_of
 from pyps.store.policies import Policy
 
 app = typer.Typer(add_completion=False)
@@ -141,7 +141,7 @@ def _resumed(
     changed = replace(saved, **{name: getattr(options, name) for name in names})
     if "policy" not in given:
         check_policy_named(saved.policy, str(run_dir / SETUP_FILE))
-    if script is None and not is_own(run_dir):
+    if script is None and not is_owned(run_dir):
         expected = (
             "a run that only you may write to (chmod go-w), or the script: pyps run --resume RUN SCRIPT"
         )

@@ -78,12 +78,12 @@ class Before:
         if self._sizes is None or kind is None:
             _remove(self._run_dir)
             return
-        put_back(self._run_dir)
+        restore_previous(self._run_dir)
         if error is not None:
             error.add_note(f"nothing was trained: {self._run_dir} is as it was")
 
 
-def put_back(run_dir: Path) -> None:
+def restore_previous(run_dir: Path) -> None:
     """Make the folder what it was before a start that has not succeeded; nothing if there was none."""
     before = run_dir / BEFORE
     if not before.is_dir():

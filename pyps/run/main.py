@@ -72,7 +72,7 @@ def run_prepared(
     start: Start = start_here,
 ) -> Report:
     """Do as `run` does, for a run that is prepared. start: starts the process of a rank."""
-    options, begins_anew = spec.options, not _may_be_there(spec)
+    options, begins_anew = spec.options, not _may_exist(spec)
     if spec.departures and on_notice is not None:
         on_notice(
             f"{spec.plan_path}: its predictions do not hold for this run ({'; '.join(spec.departures)})"
@@ -119,7 +119,7 @@ def _where_it_goes_on(spec: RunSpec, undone: int) -> str:
     return f"goes on from the checkpoint of version {spec.resumed.version:,}: {again}"
 
 
-def _may_be_there(spec: RunSpec) -> bool:
+def _may_exist(spec: RunSpec) -> bool:
     """Return whether the run's store may live on elsewhere. Raises InputError, before anything is written,
     if it is another run's.
     """

@@ -26,7 +26,7 @@ from pyps.formats.files import write_lines
 from pyps.formats.records import StepRecord, read_records
 from pyps.formats.setup import SETUP_FILE, read_setup
 from pyps.report.report import REPORT, read_report
-from pyps.run.before import BEFORE, put_back
+from pyps.run.before import BEFORE, restore_previous
 from pyps.store.policies import Policy
 from pyps.worker.data.epochs import drop_undone_epochs
 
@@ -113,7 +113,7 @@ def _settle(run_dir: Path) -> None:
     """Undo a start that was killed before it had trained. Raises InputError while it may still train."""
     if (run_dir / BEFORE).is_dir():
         with EventLog(run_dir / EVENTS):
-            put_back(run_dir)
+            restore_previous(run_dir)
 
 
 def new_store() -> str:
@@ -128,7 +128,7 @@ def check_policy_named(policy: str | Policy | None, where: str) -> None:
         raise InputError(where, "policy", repr(policy), expected)
 
 
-def is_own(run_dir: Path) -> bool:
+def is_owned(run_dir: Path) -> bool:
     """Return whether only this user may write to a run's folder and its run.json."""
     found = [os.stat(path) for path in (run_dir, run_dir / SETUP_FILE)]
     return all(one.st_uid == os.geteuid() and not one.st_mode & OTHERS for one in found)

@@ -37,7 +37,7 @@ from pyps.run.resume import (
     check_unfinished,
     continue_folder,
     find_resumed,
-    is_own,
+    is_owned,
     new_store,
     run_of,
 )
@@ -254,7 +254,7 @@ def _folder(script: StrPath, resume: StrPath | None) -> str:
     """Where the processes start: here, or where those of the resumed run did, if it is the same script."""
     if resume is not None and (run_dir := run_of(resume)) is not None:
         before = read_setup(run_dir)
-        if before.script == os.path.abspath(script) and is_own(run_dir) and os.path.isdir(before.folder):
+        if before.script == os.path.abspath(script) and is_owned(run_dir) and os.path.isdir(before.folder):
             return before.folder
     return os.getcwd()
 

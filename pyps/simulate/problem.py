@@ -26,7 +26,7 @@ from pyps.simulate.optimizer import OptimizerState, Vector
 from pyps.step.machine import even_steps
 from pyps.step.own import ADAM, share_of_way, way_of
 from pyps.worker.data.sampling import indices
-from pyps.worker.step.onward import OwnMoments
+from pyps.worker.step.onward import GradientMoments
 
 if TYPE_CHECKING:
     from pyps.tasks import TrainingTask
@@ -180,7 +180,7 @@ class Model:
         self._local = LocalWorkers(objective, local) if objective is not None and local is not None else None
         self.w = objective.start() if objective else np.zeros(0)
         self.optimizer = OptimizerState(optimizer, hyper, self.w.size)
-        self._own: dict[int, OwnMoments] = {}
+        self._own: dict[int, GradientMoments] = {}
 
     def gradient(
         self, w: Vector, first: int, count: int, worker: int = 0, most: int = 0
@@ -224,7 +224,7 @@ class Model:
         g = np.clip(gradient, -h.clip, h.clip) if h.clip else gradient
         if self.optimizer.kind not in ADAM:
             return share_of_way(h, self.optimizer.kind, part) * g
-        return self._own.setdefault(worker, OwnMoments(g)).difference(g, h, part)
+        return self._own.setdefault(worker, GradientMoments(g)).difference(g, h, part)
 
     def way(self, own: Vector, have: int, wanted: int) -> Vector:
         """Return how far that goes from `have` steps of it to `wanted`."""

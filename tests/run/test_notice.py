@@ -228,7 +228,7 @@ notice = Notice()
 notice.listen()
 notice.busy = {busy}
 os.kill(os.getpid(), signal.SIGTERM)
-print("still here", notice.came, flush=True)
+print("still here", notice.received, flush=True)
 if {again}:
     time.sleep(1.1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -141,7 +141,11 @@ def test_what_is_not_finite_is_refused_by_name(shm: Path, sent: list[list[list[i
     ],
 )
 def test_a_push_that_does_not_read_it_needs_no_look(
-    shm: Path, sent: list[list[list[int]] | None], options: dict[str, object], clip: float | None, looks: bool
+    shm: Path,
+    sent: list[list[list[int]] | None],
+    options: dict[str, object],
+    clip: float | None,
+    looks: bool,
 ) -> None:
     model = make_model()
     with joined(**options) as worker:
@@ -172,14 +176,16 @@ class Buffer:
 
 
 def direct(
-    sizes: tuple[int, ...], *, looks: bool = True, hooks: bool = True
+    sizes: tuple[int, ...], *, checks_finite: bool = True, hooks: bool = True
 ) -> tuple[list[nn.Parameter], DirectGradients, Buffer]:
     parameters, places, offset = [], [], 0
     for k, size in enumerate(sizes):
         parameters.append(nn.Parameter(torch.ones(size)))
         places.append(Tensor(f"p{k}", (size,), 0, offset, size))
         offset += size
-    made = DirectGradients(list(zip(parameters, places, strict=True)), looks=looks, hooks=hooks)
+    made = DirectGradients(
+        list(zip(parameters, places, strict=True)), checks_finite=checks_finite, hooks=hooks
+    )
     return parameters, made, Buffer(offset)
 
 
@@ -200,11 +206,11 @@ def test_micro_batches_add_up_and_the_last_is_looked_at() -> None:
     for step in range(2):
         begin(gradients, buffer)
         backward((2.0 * big).sum() + (3.0 * small).sum())
-        assert not gradients.looked()
+        assert not gradients.finite_ranges()
         gradients.last_backward()
         backward((big * big).sum() + small.sum())
         gradients.collect(unscaled=False)
-        assert gradients.looked() == [(0, BIG)]
+        assert gradients.finite_ranges() == [(0, BIG)]
         assert (buffer.flat == [4.0] * BIG + [4.0] * 5).all(), step
         gradients.release()
         assert big.grad is None
@@ -219,7 +225,7 @@ def test_a_gradient_that_never_came_counts_as_zero() -> None:
     gradients.last_backward()
     backward(one.sum())
     gradients.collect(unscaled=False)
-    assert gradients.looked() == [(0, BIG), (BIG, BIG)]
+    assert gradients.finite_ranges() == [(0, BIG), (BIG, BIG)]
     assert (buffer.flat == [1.0] * BIG + [0.0] * BIG).all()
     assert two.grad is None
 
@@ -230,7 +236,7 @@ def test_what_a_scaler_changed_is_not_known() -> None:
     gradients.last_backward()
     backward(one.sum())
     gradients.collect(unscaled=True)
-    assert gradients.looked() == []
+    assert gradients.finite_ranges() == []
 
 
 def test_gradients_cleared_between_micro_batches_are_noticed(shm: Path) -> None:

@@ -18,7 +18,7 @@ from pyps.formats.records import read_run, split_spans
 from pyps.run.ranks import throttles
 from pyps.solver.links import LinkSpec
 from pyps.store.policies import ASP, BSP
-from pyps.worker.run.emulated_link import EmulatedLinks, RoundTrips, SharedWay, Way
+from pyps.worker.run.emulated_link import Direction, EmulatedLinks, RoundTrips, SharedLane
 from pyps.worker.run.settings import Settings, ThrottleSpec
 from pyps.worker.step.loop import Worker
 
@@ -67,31 +67,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.undo()
 
 
-def arrival(links: EmulatedLinks, way: Way, size: int, leaves: float = 0.0) -> float:
-    return links.send(way, size, round(1e9 * leaves)) * 1e-9
+def arrival(links: EmulatedLinks, direction: Direction, size: int, leaves: float = 0.0) -> float:
+    return links.send(direction, size, round(1e9 * leaves)) * 1e-9
 
 
 def test_a_message_takes_its_bytes_and_its_latency_on_each_link(clock: Clock) -> None:
     links = EmulatedLinks((LinkSpec(0.02, 1e6), LinkSpec(0.0, 2e6)))
-    assert arrival(links, Way.TO_STORE, 20_000) == pytest.approx(0.02 + 0.02 + 0.01)
-    assert arrival(links, Way.FROM_STORE, 20_000) == pytest.approx(0.01 + 0.02 + 0.02)
-    assert arrival(EmulatedLinks(), Way.TO_STORE, 10**12) == 0.0
+    assert arrival(links, Direction.TO_STORE, 20_000) == pytest.approx(0.02 + 0.02 + 0.01)
+    assert arrival(links, Direction.FROM_STORE, 20_000) == pytest.approx(0.01 + 0.02 + 0.02)
+    assert arrival(EmulatedLinks(), Direction.TO_STORE, 10**12) == 0.0
 
 
 def test_bytes_follow_one_another_each_way_and_latencies_overlap(clock: Clock) -> None:
     links = EmulatedLinks((LinkSpec(0.5, 1e6),))
-    assert [arrival(links, Way.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
-    assert arrival(links, Way.FROM_STORE, 100_000) == pytest.approx(0.6), "the other way is free"
-    assert arrival(links, Way.TO_STORE, 100_000, 0.25) == pytest.approx(0.9), "50 ms are left"
-    assert arrival(links, Way.TO_STORE, 100_000, 2.0) == pytest.approx(2.6)
+    assert [arrival(links, Direction.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
+    assert arrival(links, Direction.FROM_STORE, 100_000) == pytest.approx(0.6), "the other way is free"
+    assert arrival(links, Direction.TO_STORE, 100_000, 0.25) == pytest.approx(0.9), "50 ms are left"
+    assert arrival(links, Direction.TO_STORE, 100_000, 2.0) == pytest.approx(2.6)
 
 
 def test_a_shared_link_alone_is_a_link(clock: Clock, tmp_path: Path) -> None:
     links = EmulatedLinks((LinkSpec(0.5, 1e6, "rack/1"),), tmp_path)
-    assert [arrival(links, Way.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
+    assert [arrival(links, Direction.TO_STORE, 100_000) for _ in range(3)] == pytest.approx([0.6, 0.7, 0.8])
     (tmp_path / "link-other-up").write_bytes(b"half")  # a writer was killed there
     began = clock.at
-    assert SharedWay(1e9, tmp_path / "link-other-up").carry(5, began) == began + 5
+    assert SharedLane(1e9, tmp_path / "link-other-up").carry(5, began) == began + 5
 
 
 @pytest.mark.timed
@@ -101,13 +101,13 @@ def test_processes_divide_a_shared_link(tmp_path: Path) -> None:
     began = time.monotonic_ns()
 
     def use() -> None:
-        way = SharedWay(1e6, tmp_path / "wire")
+        way = SharedLane(1e6, tmp_path / "wire")
         ends.append((way.carry(100_000, began) - began) * 1e-9)
 
     in_threads(*(use for _ in range(3)))
     assert ends == pytest.approx([0.3] * 3, abs=0.05)
     last = time.monotonic_ns()
-    assert (SharedWay(1e6, tmp_path / "wire").carry(100_000, last) - last) * 1e-9 == pytest.approx(
+    assert (SharedLane(1e6, tmp_path / "wire").carry(100_000, last) - last) * 1e-9 == pytest.approx(
         0.1, abs=1e-6
     )
 

@@ -16,7 +16,7 @@ from pyps.remote.server import Server
 from pyps.step.own import way_of
 from pyps.worker.data.sampling import indices
 from pyps.worker.step.loop import join
-from pyps.worker.step.onward import Onward, OwnMoments
+from pyps.worker.step.onward import GradientMoments, Onward
 
 KINDS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -146,7 +146,7 @@ def test_adam_goes_on_by_how_gradients_differ_from_its_mean() -> None:
 def test_moments_do_not_depend_on_blocks() -> None:
     draw, hyper = np.random.default_rng(1), Hyper(lr=0.1)
     gradients = draw.standard_normal((3, (1 << 16) + 5)).astype(np.float32)
-    long, short = OwnMoments(gradients[0]), OwnMoments(gradients[0, -5:])
+    long, short = GradientMoments(gradients[0]), GradientMoments(gradients[0, -5:])
     for gradient in gradients:
         whole, end = long.difference(gradient, hyper, 0.5), short.difference(gradient[-5:], hyper, 0.5)
         np.testing.assert_array_equal(whole[-5:], end)

@@ -47,7 +47,7 @@ class Binding:
     """A model's parameters on one flat local vector, and its gradients on the staging buffer in use.
 
     codec: encodes gradients on the device (see `codes`), if all of the model is on one device that can.
-    looks: whether gradients are looked at on their way (see `looked`). hooks: whether backward makes what is
+    checks_finite: whether gradients are checked on their way. hooks: whether backward makes what is
     pushed. early: whether transfers bring parameters while they go on; overlaps: and the model is in use
     meanwhile. halves: whether gradients that are of half precision all are pushed so.
     """
@@ -58,7 +58,7 @@ class Binding:
         store: Store,
         codec: Codec | None = None,
         *,
-        looks: bool = False,
+        checks_finite: bool = False,
         hooks: bool = True,
         early: bool = False,
         overlaps: bool = False,
@@ -77,7 +77,7 @@ class Binding:
         copied = [entry for entry in entries if not self._lives_here(entry[0])]
         for p, place in direct:
             p.data = _slice(self._vector.torch, place)
-        self._direct = DirectGradients(direct, looks=looks, hooks=hooks)
+        self._direct = DirectGradients(direct, checks_finite=checks_finite, hooks=hooks)
         self._copied = copied
         self._buckets: GradientBuckets | None = None
         self.half: Codec | None = None  # that the gradients are in as they are
@@ -91,8 +91,8 @@ class Binding:
             types = {p.dtype for p, _ in copied}
             if halves and not direct and len(types) == 1:
                 self.half = HALVES.get(types.pop())
-            looks = looks or self.half is not None
-            self._buckets = GradientBuckets(copied, elements, self._bus, how, looks=looks)
+            checks_finite = checks_finite or self.half is not None
+            self._buckets = GradientBuckets(copied, elements, self._bus, how, checks_finite=checks_finite)
         self._copies = DeviceCopies(
             copied,
             self._elements,
@@ -134,20 +134,20 @@ class Binding:
         if self._pinned is not None:
             self._pinned.pin(array)
 
-    # Parameters that come.
+    # Parameters that arrive.
 
-    def coming(self) -> None:
+    def begin_arrival(self) -> None:
         """A transfer begins, perhaps in another thread than the model's."""
         self._copies.begin()
 
     def arrived(self, vector: HostVector | None = None) -> ArrivalCallback | None:
-        """For this transfer: gets each further range of what comes. vector: where it comes; None:
+        """For this transfer: gets each further range that arrives. vector: where it arrives; None:
         in `flat`. None: there is nothing to do.
         """
         return partial(self._copies.arrived, vector or self._vector) if self._copies.early else None
 
-    def came(self, vector: HostVector | None = None) -> None:
-        """All of it is."""
+    def end_arrival(self, vector: HostVector | None = None) -> None:
+        """All of it has arrived."""
         self._copies.end(vector or self._vector)
 
     @property
@@ -156,7 +156,7 @@ class Binding:
         return self._copies.early
 
     def take(self, vector: HostVector) -> HostVector:
-        """`flat` is what came in this vector. Returns one that is free."""
+        """`flat` is what arrived in this vector. Returns one that is free."""
         self._copies.forget()
         if not self.swaps:
             np.copyto(self.flat, vector.array)
@@ -298,7 +298,7 @@ class Binding:
         else:
             for p, place in self._copied:
                 _copy_gradient(p, _slice(self._staging, place))
-        return self._looked()
+        return self._finite_ranges()
 
     def _collect_halves(self, finite: bool) -> None:
         """Collect them as codes; what is not finite as fp32, which a push refuses."""
@@ -310,8 +310,10 @@ class Binding:
             values = self._halves(self._filled)
             self._staging[: values.numel()].copy_(values)
 
-    def _looked(self) -> Ranges | None:
-        found = self._direct.looked() + (self._buckets.looked() if self._buckets is not None else [])
+    def _finite_ranges(self) -> Ranges | None:
+        found = self._direct.finite_ranges() + (
+            self._buckets.finite_ranges() if self._buckets is not None else []
+        )
         return merged(np.array(sorted(found), np.uint64)) if found else None
 
     def release(self) -> None:
@@ -404,7 +406,7 @@ class DeviceCopies:
         self._rounding: BackgroundThread[None] | None = BackgroundThread("pyps-rounding") if rounds else None
         self._submitted = 0  # to it, whose end was not awaited
         self._next = 0  # of the parts: those before are on their way
-        self._told = 0  # how much of the vector has arrived
+        self._received = 0  # how much of the vector has arrived
         self._holds: HostVector | None = None  # that the last transfer has brought to the second set
         self._in_model: HostVector | None = None
         self._lock = threading.Lock()
@@ -419,7 +421,7 @@ class DeviceCopies:
         with self._lock:
             if not self._early:
                 return
-            self._holds, self._next, self._told = None, 0, 0
+            self._holds, self._next, self._received = None, 0, 0
             if not self._second:
                 self._in_model = None
                 self._bus.adopt([], [])  # the model was in use until now
@@ -434,7 +436,7 @@ class DeviceCopies:
     @torch.no_grad()
     def arrived(self, vector: HostVector, first: int, count: int) -> None:
         """In a transfer, a further range of the vector is final."""
-        end = self._told = first + count
+        end = self._received = first + count
         with self._lock:
             targets = self._second or [p.detach() for p, _ in self._parts]
             while self._early and self._next < len(self._parts):
@@ -454,7 +456,7 @@ class DeviceCopies:
         if not self._early:
             return
         if self._next < len(self._parts):
-            self.arrived(vector, self._told, vector.array.size - self._told)
+            self.arrived(vector, self._received, vector.array.size - self._received)
         self._await_rounding()
         with self._lock:
             if self._second:

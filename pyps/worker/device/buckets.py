@@ -32,7 +32,7 @@ from pyps.store.staging import StagingBuffer
 from pyps.worker.device.bus import Bus
 from pyps.worker.device.quantize import INT4, INT8, SCALE_BYTES, TINY, block_maxima, pack, quantize
 
-LEAST_ELEMENTS = 1 << 14  # with a hook, whose Python takes as long as to look at so many
+LEAST_ELEMENTS = 1 << 14  # with a hook, whose Python takes as long as to check so many
 BUCKET_ELEMENTS = 1 << 21  # 8 MiB: long enough for a link's full speed, short enough to begin early
 ENCODED_ELEMENTS = 1 << 23  # a bucket is encoded in some 25 kernels, which smaller ones do not keep busy
 
@@ -46,7 +46,7 @@ class Part:
     lo: int
     hi: int
     flag: int = 0  # its place among the flags of all parts
-    finite: bool = False  # what was copied, by a look at it
+    finite: bool = False  # what was copied, as checked
 
 
 @dataclass
@@ -87,8 +87,8 @@ class GradientBuckets:
 
     parameters: with their places in the flat vector of `elements`. bus: to the device. codec: int8 or int4,
     which needs parameters in all of the vector; None: as `begin` says. size: elements of a bucket; 0: the
-    default. looks: whether values that are not finite are looked for, where codes do not show them. The
-    residual of the codes stays on the device and is added to the next gradient; a process that dies loses it.
+    default. checks_finite: whether gradients are checked, where codes do not show it. The residual of the
+    codes stays on the device and is added to the next gradient; a process that dies loses it.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class GradientBuckets:
         codec: Codec | None = None,
         size: int = 0,
         *,
-        looks: bool = False,
+        checks_finite: bool = False,
     ) -> None:
         self.codec = codec
-        self._looks = looks and codec is None
+        self._checks_finite = checks_finite and codec is None
         size = size or (BUCKET_ELEMENTS if codec is None else ENCODED_ELEMENTS)
         self._buckets = buckets_of(parameters, elements, size)
         self._bus = bus
@@ -167,11 +167,11 @@ class GradientBuckets:
                 if bucket.shipped is not None:
                     self._bus.wait_for_host()  # its first copy, which is not to end after this one
                 self._ship(bucket)
-        if self._looks:
+        if self._checks_finite:
             with self._bus.leaving():
                 self._bus.start_to_host(self._seen, self._flags)
         self._bus.wait_for_host()
-        if self._looks:
+        if self._checks_finite:
             for part, flag in zip(self._parts, self._seen.tolist(), strict=True):
                 part.finite = math.isfinite(flag)
         self._to, self._eager = None, False
@@ -181,7 +181,7 @@ class GradientBuckets:
         """After finish(): whether all of the gradient is known to be finite."""
         return all(part.finite for part in self._parts)
 
-    def looked(self) -> list[tuple[int, int]]:
+    def finite_ranges(self) -> list[tuple[int, int]]:
         """After finish(): the first element and the count of each part that is known to be finite."""
         return [(part.lo, part.hi - part.lo) for part in self._parts if part.finite]
 
@@ -219,7 +219,7 @@ class GradientBuckets:
                     self._to[part.lo : part.hi].zero_()
                 else:
                     self._bus.start_to_host(self._to[part.lo : part.hi], values)
-                if self._looks:
+                if self._checks_finite:
                     self._look(self._flags[part.flag], values)
             if self.codec is not None:
                 self._encode(self.codec, bucket)
@@ -366,26 +366,26 @@ def _mended(
 class GradientPlace:
     """A gradient's part of one staging buffer, as torch and as NumPy see it.
 
-    `looked`: the version at which all of it was finite; None: not known to be.
+    `finite_version`: the version at which all of it was finite; None: not known to be.
     """
 
-    __slots__ = ("array", "looked", "view")
+    __slots__ = ("array", "finite_version", "view")
 
     def __init__(self, staging: StagingBuffer, tensor: Tensor) -> None:
         self.array = staging.flat[tensor.offset : tensor.offset + tensor.elements]
         self.view = torch.from_numpy(self.array).view(tensor.shape)  # with a version of its own
-        self.looked: int | None = None
+        self.finite_version: int | None = None
 
-    def look(self) -> None:
+    def check_finite(self) -> None:
         self._know(native.finite(self.array))
 
     @torch.no_grad()
-    def take(self, gradient: torch.Tensor | None, *, looks: bool) -> None:
-        """Copy a gradient here, and look at it on the way if `looks`; None counts as zero."""
-        self.looked = None
+    def take(self, gradient: torch.Tensor | None, *, checks_finite: bool) -> None:
+        """Copy a gradient here, and check it on the way if `checks_finite`; None counts as zero."""
+        self.finite_version = None
         if gradient is not None and _is_plain(gradient):
             finite = native.take(gradient.detach().view(-1).numpy(), self.array)
-            self._know(looks and finite)
+            self._know(checks_finite and finite)
             return
         if gradient is None:
             self.view.zero_()
@@ -393,11 +393,11 @@ class GradientPlace:
             self.view.zero_().add_(gradient)
         else:
             self.view.copy_(gradient)
-        if looks:
-            self.look()
+        if checks_finite:
+            self.check_finite()
 
     def _know(self, finite: bool) -> None:
-        self.looked = self.view._version if finite else None
+        self.finite_version = self.view._version if finite else None
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:
@@ -408,16 +408,16 @@ def _is_plain(gradient: torch.Tensor) -> bool:
 class DirectGradients:
     """Gradients of these parameters, which have these places in the flat vector.
 
-    looks: whether they are looked at. hooks: whether backward makes what is pushed; otherwise it is taken
-    when the step is collected.
+    checks_finite: whether they are checked. hooks: whether backward makes what is pushed; otherwise it is
+    taken when the step is collected.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[nn.Parameter, Tensor]], *, looks: bool, hooks: bool = True
+        self, parameters: Sequence[tuple[nn.Parameter, Tensor]], *, checks_finite: bool, hooks: bool = True
     ) -> None:
         self.places = [place for _, place in parameters]
         self._parameters = [p for p, _ in parameters]
-        self._looks = looks
+        self._checks_finite = checks_finite
         self._known: dict[int, tuple[StagingBuffer, list[GradientPlace]]] = {}  # by staging buffer
         self._in_use: list[GradientPlace] = []
         self._last = False  # the next backward is the step's last one
@@ -447,12 +447,12 @@ class DirectGradients:
         self._in_use, self._last = known[1], False
         self._awaited = list(self._made)
         for p, place, made in zip(self._parameters, self._in_use, self._made, strict=True):
-            place.looked = None
+            place.finite_version = None
             p.grad = None if made else place.view
 
     def last_backward(self) -> None:
         """The next backward is the last one of this gradient."""
-        self._last = self._looks
+        self._last = self._checks_finite
 
     def collect(self, *, unscaled: bool) -> None:
         """Take every gradient that is not in its place. unscaled: a GradScaler changed them, perhaps without
@@ -460,16 +460,16 @@ class DirectGradients:
         """
         for p, place in zip(self._parameters, self._in_use, strict=True):
             if p.grad is not place.view:
-                place.take(p.grad, looks=self._looks)
+                place.take(p.grad, checks_finite=self._checks_finite)
             elif unscaled:
-                place.looked = None
+                place.finite_version = None
 
-    def looked(self) -> list[tuple[int, int]]:
+    def finite_ranges(self) -> list[tuple[int, int]]:
         """After collect(): the first element and the count of each gradient that is known to be finite."""
         return [
             (tensor.offset, tensor.elements)
             for tensor, place in zip(self.places, self._in_use, strict=True)
-            if place.looked is not None and place.looked == place.view._version
+            if place.finite_version is not None and place.finite_version == place.view._version
         ]
 
     def release(self) -> None:
@@ -494,8 +494,8 @@ class DirectGradients:
         if gradient is not place.view:
             if not self._awaited[k]:
                 return  # the script has put it there
-            place.take(gradient, looks=self._last)
+            place.take(gradient, checks_finite=self._last)
             parameter.grad = place.view
         elif self._last:
-            place.look()
+            place.check_finite()
         self._awaited[k] = False

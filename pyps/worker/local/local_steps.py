@@ -83,10 +83,10 @@ class LocalSteps:
     def give_up(self) -> None:
         """The local steps since begin(), if they were not collected, count for nothing."""
         if self._begun and not self._is_away:
-            self._put_back()
+            self._restore()
         self._begun = self._is_away = False
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         """The parameters that came from the store, which lack what is travelling."""
         for p, start in zip(self._parameters, self._start, strict=True):
             p.copy_(start)
@@ -104,7 +104,7 @@ class LocalSteps:
         """Take a local step with the gradients that are there, and clear them. A GradScaler skips it, for
         each optimizer by itself as in torch, if they are not finite.
         """
-        self.come_back()
+        self.resume_steps()
         if self._clip_norm:
             if scaler is not None:
                 for steps in self._steps:
@@ -122,13 +122,13 @@ class LocalSteps:
         """
         version = self.pull_whole(pull)
         self._go_on()
-        self.come_back()
+        self.resume_steps()
         return version
 
     @torch.no_grad()
     def pull_whole(self, pull: Callable[[], int]) -> int:
         """Between begin() and collect(), for the script to look at the store's parameters: as merge(), but
-        the steps taken so far are put on them by come_back() alone.
+        the steps taken so far are put on them by resume_steps() alone.
         """
         if not self._is_away:
             for start, p in zip(self._start, self._parameters, strict=True):
@@ -137,7 +137,7 @@ class LocalSteps:
         return pull()
 
     @torch.no_grad()
-    def come_back(self) -> None:
+    def resume_steps(self) -> None:
         """After pull_whole(): go on from its parameters with the steps taken so far."""
         if not self._is_away:
             return
@@ -156,7 +156,7 @@ class LocalSteps:
         ways = [start - p for start, p in zip(self._start, self._parameters, strict=True)]
         for p, way in zip(self._parameters, ways, strict=True):
             p.grad = way
-        self._put_back()
+        self._restore()
         self._begun = False
         if self._overlaps:
             self._travelling.append(ways)

@@ -34,21 +34,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the clock begins again with
 T = TypeVar("T")
 
 
-class Way(Enum):
+class Direction(Enum):
     """The direction of a message."""
 
     TO_STORE = "up"
     FROM_STORE = "down"
 
 
-class OneWay(Protocol):
+class Lane(Protocol):
     """One direction of a link. Times are those of time.monotonic_ns()."""
 
     def carry(self, size: int, begin: int) -> int:
         """Return when a message of `size` bytes that comes at `begin` has passed; that time."""
 
 
-class OwnWay:
+class PrivateLane:
     """The messages are one worker's, and follow one another."""
 
     def __init__(self, link: LinkSpec) -> None:
@@ -65,7 +65,7 @@ class OwnWay:
         return self._free_at
 
 
-class SharedWay:
+class SharedLane:
     """Messages of several processes divide the bandwidth; the file at `path` has those that are under way.
 
     A worker that is killed leaves its message there, which passes all the same.
@@ -108,29 +108,29 @@ class EmulatedLinks:
     def __init__(self, links: tuple[LinkSpec, ...] = (), folder: Path | None = None) -> None:
         """folder: that of the run, which holds the files of shared links."""
         self._latency = round(sum(link.latency_seconds for link in links) / NANOSECOND)
-        self._ways = {way: [_one_way(link, way, folder) for link in links] for way in Way}
-        self._ways[Way.FROM_STORE].reverse()
+        self._lanes = {one: [_lane(link, one, folder) for link in links] for one in Direction}
+        self._lanes[Direction.FROM_STORE].reverse()
 
-    def send(self, way: Way, size: int, at: int | None = None) -> int:
+    def send(self, direction: Direction, size: int, at: int | None = None) -> int:
         """Return when a message that leaves `at` a time, by default now, has passed all links; when it
-        arrives, a latency later, in time.monotonic_ns(). One thread at a time may send messages of one way.
+        arrives, a latency later, in time.monotonic_ns(). One thread at a time may send in one direction.
         """
         at = time.monotonic_ns() if at is None else at
-        for wire in self._ways[way]:
+        for wire in self._lanes[direction]:
             at = wire.carry(size, at)
         return at + self._latency
 
-    def carry(self, way: Way, size: int) -> None:
+    def carry(self, direction: Direction, size: int) -> None:
         """Return when a message of `size` bytes has crossed the links."""
-        sleep_until(self.send(way, size))
+        sleep_until(self.send(direction, size))
 
 
-def _one_way(link: LinkSpec, way: Way, folder: Path | None) -> OneWay:
+def _lane(link: LinkSpec, direction: Direction, folder: Path | None) -> Lane:
     if not link.shared or folder is None:
-        return OwnWay(link)
+        return PrivateLane(link)
     boot = BOOT_ID.read_text().strip()
-    path = folder / f"link-{quote(link.shared, safe='')}-{way.value}-{boot}"
-    return SharedWay(link.bytes_per_second, path)
+    path = folder / f"link-{quote(link.shared, safe='')}-{direction.value}-{boot}"
+    return SharedLane(link.bytes_per_second, path)
 
 
 class RoundTrips(Generic[T]):
@@ -155,7 +155,7 @@ class RoundTrips(Generic[T]):
         Fenced, so will `answer`.
         """
         if before is None:
-            self._up.submit(partial(self._links.send, Way.TO_STORE, size, time.monotonic_ns()))
+            self._up.submit(partial(self._links.send, Direction.TO_STORE, size, time.monotonic_ns()))
         self._far_end.submit(partial(self._answer, answer, size, before))
         self._down.submit(self._return)
         return self._take
@@ -168,13 +168,13 @@ class RoundTrips(Generic[T]):
         else:
             with suppress(Fenced):
                 before()
-            sleep_until(self._links.send(Way.TO_STORE, size, time.monotonic_ns()))
+            sleep_until(self._links.send(Direction.TO_STORE, size, time.monotonic_ns()))
         made, size = answer()
         return made, size, time.monotonic_ns()
 
     def _return(self) -> tuple[T, int]:
         made, size, answered = self._far_end.take()
-        return made, self._links.send(Way.FROM_STORE, size, answered) if size else answered
+        return made, self._links.send(Direction.FROM_STORE, size, answered) if size else answered
 
     def _take(self) -> T:
         made, arrives = self._down.take()
@@ -245,7 +245,7 @@ class FarStore(Store):
         """Pull as a Store does; a strict pull, and one of parts, takes no time on the links."""
         found = super().pull(out, strict=strict, ranges=ranges, codec=codec)
         if not strict and ranges is None:
-            self._links.carry(Way.FROM_STORE, self._bytes(as_codec(codec)))
+            self._links.carry(Direction.FROM_STORE, self._bytes(as_codec(codec)))
         return found
 
     def _bytes(self, codec: Codec) -> int:

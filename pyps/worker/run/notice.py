@@ -50,7 +50,7 @@ class Notice:
         self._listens = False
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Return whether the process was asked to leave."""
         return self._signals.count > 0
 
@@ -68,7 +68,7 @@ class Notice:
 
     def leave_if_asked(self) -> None:
         """Between two steps: raise SystemExit if the process was asked to leave."""
-        if self.came:
+        if self.received:
             raise SystemExit(LEFT)
 
     def idle(self, wait: Callable[[], T]) -> T:

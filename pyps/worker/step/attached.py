@@ -32,13 +32,13 @@ from pyps.worker.run.memory import AnnouncedBudget
 from pyps.worker.run.position import RuleWatch, RunSchedule
 from pyps.worker.run.settings import Settings
 from pyps.worker.step.client import StoreClient
-from pyps.worker.step.onward import Onward, own_vectors
+from pyps.worker.step.onward import Onward, onward_vectors
 from pyps.worker.step.step import Step
 from pyps.worker.step.terms import OWN_BATCHES, normalized_by_batch
 from pyps.worker.step.transport import StepCallback, Transport, check_depth, extra_buffers
 from pyps.worker.step.weights import Weights
 
-LOOK_EVERY = 32  # steps between two looks at the parameters where no loss is given
+CHECK_EVERY = 32  # steps between two checks of the parameters where no loss is given
 SHOWN_SHORT = (InputError, InvalidArgument, Diverged)
 INSIDE = (f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/")
 SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or BatchNorm in eval mode"
@@ -104,7 +104,7 @@ class Attached:
             encoded=codes is not None,
             base_version=step.version,
             grad_norm_squared=squared_norm,
-            looked=step.looked,
+            looked=step.finite_ranges,
             position=position,
             cost_seconds=step.cost_seconds,
             data_seconds=step.data_seconds,
@@ -143,15 +143,15 @@ def attached(
         attachment,
         store,
         codec,
-        looks=_looks(attachment, store, settings, needs),
+        checks_finite=_checks_finite(attachment, store, settings, needs),
         hooks=local is None,
         early=local is None and not follows,
         overlaps=settings.depth > 1,
         halves=local is None and not follows and not store.has_link and _is_exact(store, settings),
     )
     if needs.resizes_batches:
-        own = own_vectors(optimizer, settings.depth) if follows else 0
-        extra = (extra_buffers(settings.most_depth) + own + (local is not None)) * binding.flat.nbytes
+        vectors = onward_vectors(optimizer, settings.depth) if follows else 0
+        extra = (extra_buffers(settings.most_depth) + vectors + (local is not None)) * binding.flat.nbytes
         most, device = settings.max_batch, binding.device
         budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
     client = StoreClient(store, settings.pull_codec, budget=budget)
@@ -189,9 +189,9 @@ def attached(
     )
 
 
-def _looks(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:
-    """Tell whether a look at the gradient saves the push one (`looked` in pyps.h). A server reads what it was
-    sent; where the norm of one push is taken, that shows what is not finite; softsync looks in any case.
+def _checks_finite(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:
+    """Return whether a check of the gradient saves the push one (`looked` in pyps.h). A server reads what it
+    was sent; where the norm of one push is taken, that shows what is not finite; softsync checks in any case.
     """
     clips = attachment.clip_norm > 0.0
     return _is_exact(store, settings) and (needs.waits_for_rounds or not (clips or needs.collects_pushes))
@@ -259,7 +259,7 @@ class DivergenceCheck:
                 self._last_finite = step.loss
                 return
             raise self.error(f"the loss is {step.loss}", step)
-        if self._steps % LOOK_EVERY == 1 and not math.isfinite(float(np.dot(parameters, parameters))):
+        if self._steps % CHECK_EVERY == 1 and not math.isfinite(float(np.dot(parameters, parameters))):
             bad = int(np.count_nonzero(~np.isfinite(parameters)))
             if bad:
                 raise self.error(f"{bad} parameters are not finite", step)

@@ -405,7 +405,7 @@ class Worker:
             self._divergence.check(step, attached.binding.flat)
         if step.left:
             following: Control = Finish()
-            if not self._notice.came:
+            if not self._notice.received:
                 following = attached.transport.go_on(step, self._at_once(step.left))
             if isinstance(following, Continue):
                 step.micro = 0
@@ -487,7 +487,7 @@ class Worker:
         binding.buffers.begin_micro_batch()
         step.left -= step.micro
         if attached.local is not None:
-            attached.local.come_back()
+            attached.local.resume_steps()
         attached.weights.begin(step, binding)
         binding.begin_batch()
         attached.changes.note()
@@ -504,11 +504,11 @@ class Worker:
         try:
             if attached.local is not None:
                 attached.local.collect(step.staging.index)
-                step.looked = attached.binding.collect(1.0, unscaled=False)
+                step.finite_ranges = attached.binding.collect(1.0, unscaled=False)
                 return True
             if scaler is not None:
                 attached.optimizer.unscale(scaler)
-            step.looked = attached.binding.collect(step.share, unscaled=scaler is not None)
+            step.finite_ranges = attached.binding.collect(step.share, unscaled=scaler is not None)
         finally:
             attached.binding.release()
         return attached.optimizer.call(scaler)

@@ -16,7 +16,7 @@ from pyps.step.own import ADAM, UnderWay, share_of_way, way_of
 BLOCK = 1 << 16  # values at a time: they stay in cache
 
 
-def own_vectors(optimizer: Optimizer, depth: int) -> int:
+def onward_vectors(optimizer: Optimizer, depth: int) -> int:
     """Vectors of parameters that an Onward holds: two moments, and a difference for each step under way."""
     return 2 + depth if optimizer in ADAM else 0
 
@@ -36,7 +36,7 @@ class Onward:
 
     def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor], global_batch: int) -> None:
         self._optimizer, self._global_batch = optimizer, global_batch
-        self._moments: dict[int, OwnMoments] = {}  # by group
+        self._moments: dict[int, GradientMoments] = {}  # by group
         trained = [t for t in tensors if not t.averaged and t.elements]
         groups = {t.group: [other for other in trained if other.group == t.group] for t in trained}
         self._parts = {
@@ -77,14 +77,14 @@ class Onward:
                 _move(params[part], pushed.flat[part], way, pushed.scale, clip)
 
     def _differences(self, request: PushRequest, flat: Flat, scale: float) -> Flat:
-        """Return those of a gradient from the mean of those before: see OwnMoments."""
+        """Return those of a gradient from the mean of those before: see GradientMoments."""
         found = np.zeros_like(flat)
         for group, part in self._parts.items():
             hyper = request.hyper[group]
             gradient = np.float32(scale) * flat[part]
             if hyper.clip:
                 gradient = np.clip(gradient, -np.float32(hyper.clip), np.float32(hyper.clip))
-            moments = self._moments.setdefault(group, OwnMoments(gradient))
+            moments = self._moments.setdefault(group, GradientMoments(gradient))
             found[part] = moments.difference(gradient, hyper, request.samples / self._global_batch)
         return found
 
@@ -109,7 +109,7 @@ def _squares(gradient: Flat) -> float:
     return sum(float(np.square(block, dtype=np.float64).sum()) for block in blocks)
 
 
-class OwnMoments:
+class GradientMoments:
     """Adam's moments of one worker's gradients, in their type."""
 
     def __init__(self, like: NDArray[Any]) -> None:

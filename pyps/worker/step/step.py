@@ -64,7 +64,7 @@ class Step:
         self.weight = 0.0  # of the micro-batches done
         self.loss_scale = 1.0  # by which the weights are too small
         self.finite = True
-        self.looked: Ranges | None = None  # where its gradient is known to be finite
+        self.finite_ranges: Ranges | None = None  # where its gradient is known to be finite
         self.loss: float | None = None
         self.lr: float | None = None  # of the first parameter group
         self.mode: Mode | None = None  # of its transfer, where that may change

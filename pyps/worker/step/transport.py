@@ -81,10 +81,10 @@ class Serial:
         assert self._sent is not None
         (request, ask), self._sent = self._sent, None
         binding, client = self._binding, self._client
-        binding.coming()
+        binding.begin_arrival()
         transfer = client.begin_transfer(request, ask, client.pull_codec)(binding.flat, binding.arrived())
         if transfer.outcome.version is not None:
-            binding.came()
+            binding.end_arrival()
         return transfer
 
     def load(self) -> bool:
@@ -155,10 +155,10 @@ class Overlapped:
         other = 1 - self._newest
         vector = self._back_buffers[other]
         self._ended += 1
-        self._binding.coming()
+        self._binding.begin_arrival()
         transfer = finish(vector.array, self._binding.arrived(vector))
         if transfer.outcome.version is not None:
-            self._binding.came(vector)
+            self._binding.end_arrival(vector)
             with self._lock:
                 self._newest, self._arrived = other, self._ended
         return transfer
