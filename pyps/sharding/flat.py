@@ -104,7 +104,10 @@ class FlatVector:
         """Begin to sum each part of the ranks' vectors on its owner."""
         parts, ranks = list(torch.split(packed, list(self.layout.lengths))), len(self.layout.lengths)
         mine = parts[self.rank]
-        if ranks > MOST_DIRECT or is_nccl(self.group, packed.device):
+        nccl = is_nccl(self.group, packed.device)
+        if packed.device.type != "cpu" and not nccl:  # of a GPU's tensors gloo takes whole ones alone
+            return Reduction([dist.all_reduce(packed, group=self.group, async_op=True)], [mine], cuts=True)
+        if ranks > MOST_DIRECT or nccl:
             own = torch.empty_like(mine)
             return Reduction([dist.reduce_scatter(own, parts, group=self.group, async_op=True)], [own])
         others = [rank for rank in range(ranks) if rank != self.rank]
@@ -117,10 +120,10 @@ class FlatVector:
 
 
 class Reduction:
-    """A sum that is on its way to this rank."""
+    """A sum that is on its way to this rank. cuts: it is part of a tensor that is not needed."""
 
-    def __init__(self, works: list[Any], parts: list[torch.Tensor]) -> None:
-        self._works, self._parts = works, parts
+    def __init__(self, works: list[Any], parts: list[torch.Tensor], cuts: bool = False) -> None:
+        self._works, self._parts, self._cuts = works, parts, cuts
 
     def wait(self) -> torch.Tensor:
         """Return the sum of this rank's part, once it is there; what was sent is free then."""
@@ -128,6 +131,8 @@ class Reduction:
             work.wait()
         for part in self._parts[1:]:
             self._parts[0].add_(part)
+        if self._cuts:
+            self._parts[0], self._cuts = self._parts[0].clone(), False
         del self._parts[1:]
         self._works = []
         return self._parts[0]

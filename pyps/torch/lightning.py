@@ -32,7 +32,7 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.run = UnevenRun(options)
+        self.run = UnevenRun(options, shares=options.pop("shares", None))
         super().__init__(*arguments, **BY_VIEWS | options)
         self._loaded: dict[str, Any] = {}
 
@@ -41,6 +41,12 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
         if self.run.models:  # fit() again
             self.run = self.run.again()
         self.run.add(self.model, getattr(self.precision_plugin, "scaler", None))
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Lightning's optimizers, with this rank's share of their state."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.run.shard(optimizer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader with uneven batches; any other as it is."""

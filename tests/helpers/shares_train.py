@@ -1,4 +1,4 @@
-"""Ranks under Accelerate or transformers with shares of the optimizer's state; prints JSON.
+"""Ranks under Accelerate, transformers or Lightning with shares of the optimizer's state; prints JSON.
 
 LIBRARY: which. A run with shares, one without, and one with other shares that goes on from a checkpoint.
 """
@@ -16,7 +16,9 @@ import trainer_checks as checks
 from torch.utils.data import DataLoader
 
 SHARES, OTHERS, SPLIT, PARTS, EPOCHS = [0.75, 0.25], [0.1, 0.9], [32, 16], 2, 3
-SAVED = 4  # the step after which a checkpoint is written
+SAVED = 4  # the step after which a checkpoint is written, at the end of an epoch
+WITHIN = 6  # the same, in the midst of one
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it
 Run = tuple[list[torch.Tensor], float]  # parameters, and the elements of AdamW's state on this rank
 
 
@@ -79,9 +81,51 @@ def transformers(shares: list[float] | None, folder: str, loads: bool) -> Run:
     return checks.state_of(trainer.model), _held(trainer.optimizer.optimizer)
 
 
+def in_lightning(shares: list[float] | None, folder: str, loads: bool) -> Run:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from pyps.torch.lightning import UnevenStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.network = checks.model()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return checks.loss_of(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=WITHIN, save_top_k=-1)
+    module = Module()
+    trainer = lightning.Trainer(
+        strategy=UnevenStrategy(process_group_backend="gloo", **options),
+        accelerator="cpu",
+        devices=RANKS,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=PARTS,
+        gradient_clip_val=0.5,
+        callbacks=[saver] if shares == SHARES else [],
+        enable_checkpointing=shares == SHARES,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(checks.data(), batch_size=12, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=f"{folder}/step={WITHIN}.ckpt" if loads else None)
+    return checks.state_of(module.network), _held(trainer.strategy.optimizers[0])
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    train = {"accelerate": accelerate, "transformers": transformers}[os.environ["LIBRARY"]]
+    ways = {"accelerate": accelerate, "transformers": transformers, "lightning": in_lightning}
+    train = ways[os.environ["LIBRARY"]]
     folder = str(Path(os.environ["FOLDER"], "states"))
     (whole, every), (first, held) = train(None, folder, False), train(SHARES, folder, False)
     again, other = train(OTHERS, folder, True)

@@ -27,7 +27,7 @@ MOST = {
     "pyps/step": 946,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
     "pyps/store": 2_353,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
-    "pyps/torch": 7_180,  # samples shared by costs of lengths: 75 more; shares: 63; bytes by rank: 33
+    "pyps/torch": 7_185,  # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33
     "pyps/worker": 7_852,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_406,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_619,  # the cost of lengths: 71 more

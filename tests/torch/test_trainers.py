@@ -85,7 +85,9 @@ def test_lightning(tmp_path: Path) -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("library", ["accelerate", pytest.param("transformers", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "library", ["accelerate", "lightning", pytest.param("transformers", marks=pytest.mark.thorough)]
+)
 def test_shares_of_the_optimizers_state(tmp_path: Path, library: str) -> None:
     """A run is that without shares, and goes on with other shares from the library's own checkpoint."""
     pytest.importorskip(library)
