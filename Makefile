@@ -123,6 +123,7 @@ papers: .venv/dev
 	$(PY) benchmarks/papers/staleness.py --save
 	$(PY) benchmarks/papers/turns.py --save
 	$(PY) benchmarks/papers/gaps.py --save
+	$(PY) benchmarks/regret.py --save
 	$(PY) benchmarks/noise.py --save
 	$(PY) benchmarks/noise.py --condition 30 --save
 	$(PY) benchmarks/networks.py --save
@@ -132,6 +133,7 @@ bench-gpu: .venv/bench
 	$(PY) benchmarks/gpu_profile.py --save
 	$(PY) benchmarks/gpu_ddp.py --save
 	$(PY) benchmarks/gpu_exchange.py --save
+	$(PY) benchmarks/gpu_sharding.py --save
 	$(PY) benchmarks/ddp.py mean --device cuda --save
 
 bench-local: .venv/dev

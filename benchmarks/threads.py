@@ -40,8 +40,11 @@ def spent_by(call: Callable[[], object]) -> tuple[float, float]:
     """Seconds by the clock, and those that the thread that worked longest ran."""
 
     def ran() -> dict[int, int]:
-        tasks = map(int, os.listdir("/proc/self/task"))
-        return {task: time.clock_gettime_ns(~task << 3 | THREAD_CPU_CLOCK) for task in tasks}
+        found = {}
+        for task in map(int, os.listdir("/proc/self/task")):
+            with suppress(OSError):  # it ended since it was listed
+                found[task] = time.clock_gettime_ns(~task << 3 | THREAD_CPU_CLOCK)
+        return found
 
     before, began = ran(), time.perf_counter()
     call()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-KIB = 1024
+RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
 
 
 def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -32,10 +32,14 @@ def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has held on a device, counted as a profile counts a step's."""
+    """Return the most bytes that this process has held, counted as a profile counts a step's; 0 on Windows."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RESIDENT_UNIT
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

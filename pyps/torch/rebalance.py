@@ -230,7 +230,7 @@ class Rebalancer:
 
 
 def _gigabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e9:.3f}"
+    return f"{count / 1e9:.3f}" if count else "-"
 
 
 def _check_types(sampler: object, mean: object, window: int) -> None:

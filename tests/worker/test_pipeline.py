@@ -324,7 +324,7 @@ def test_a_worker_leaves_when_what_left_late_has_ended() -> None:
 
     store = SimpleNamespace(rank=0, close=leave)
     client: Any = SimpleNamespace(store=store, pull_codec=Codec.F32, begin_transfer=begin)
-    nothing: dict[str, Any] = {name: lambda *_: None for name in ("coming", "arrived", "came")}
+    nothing: dict[str, Any] = {name: lambda *_: None for name in ("begin_arrival", "arrived", "end_arrival")}
     binding: Any = SimpleNamespace(vector=lambda: SimpleNamespace(array=None), **nothing)
     way = Overlapped(client, binding, PATIENCE_SECONDS)
     way.send(PushRequest(0, 1, ()), Ask())
