@@ -32,7 +32,7 @@ def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has held, counted as a profile counts a step's; 0 on Windows."""
+    """Return the most bytes that this process has held, as a profile counts a step's; 0 on Windows."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     try:

@@ -79,8 +79,8 @@ class UnevenStrategy(DDPStrategy):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
         if self.run.sampler is not None:
-            trained = self._trainer().fit_loop.epoch_loop.batch_progress.current.ready // self._parts()
-            checkpoint[KEY] = self.run.state_dict() | {"trained": trained}
+            # Of the sampler's epoch: after an epoch's last step the next one, unlike Lightning's count.
+            checkpoint[KEY] = self.run.state_dict() | {"trained": self.run.sampler.trained}
         super().save_checkpoint(checkpoint, *arguments, **options)
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:

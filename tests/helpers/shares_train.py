@@ -1,6 +1,6 @@
 """Ranks under Accelerate, transformers or Lightning with shares of the optimizer's state; prints JSON.
 
-LIBRARY: which. A run with shares, one without, and one with other shares that goes on from a checkpoint.
+LIBRARY: which. A run with shares, one without, and ones with other shares that go on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 SHARES, OTHERS, SPLIT, PARTS, EPOCHS = [0.75, 0.25], [0.1, 0.9], [32, 16], 2, 3
 SAVED = 4  # the step after which a checkpoint is written, at the end of an epoch
 WITHIN = 6  # the same, in the midst of one
+EVERY = 2  # steps, of which both are multiples
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it
 Run = tuple[list[torch.Tensor], float]  # parameters, and the elements of AdamW's state on this rank
 
@@ -26,7 +27,7 @@ def _held(optimizer: Any) -> float:
     return float(sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.ndim))
 
 
-def accelerate(shares: list[float] | None, folder: str, loads: bool) -> Run:
+def accelerate(shares: list[float] | None, folder: str, loads: int) -> Run:
     from pyps.torch.accelerate import UnevenAccelerator
 
     options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
@@ -37,10 +38,9 @@ def accelerate(shares: list[float] | None, folder: str, loads: bool) -> Run:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     loader = DataLoader(checks.data(), batch_size=24, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    steps = 0
     if loads:
         accelerator.load_state(folder)
-        steps = SAVED
+    steps = loads
     for _ in range(EPOCHS - steps // SAVED):
         for inputs, targets, _ in loader:
             with accelerator.accumulate(model):
@@ -56,7 +56,7 @@ def accelerate(shares: list[float] | None, folder: str, loads: bool) -> Run:
     return checks.state_of(accelerator.unwrap_model(model)), _held(optimizer.optimizer)
 
 
-def transformers(shares: list[float] | None, folder: str, loads: bool) -> Run:
+def transformers(shares: list[float] | None, folder: str, loads: int) -> Run:
     from transformers import TrainingArguments
     from transformers_train import Mean, Rows
 
@@ -77,11 +77,11 @@ def transformers(shares: list[float] | None, folder: str, loads: bool) -> Run:
     )
     options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
     trainer = UnevenTrainer(Mean(), arguments, train_dataset=Rows(), **options)
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if loads else None)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{loads}" if loads else None)
     return checks.state_of(trainer.model), _held(trainer.optimizer.optimizer)
 
 
-def in_lightning(shares: list[float] | None, folder: str, loads: bool) -> Run:
+def in_lightning(shares: list[float] | None, folder: str, loads: int) -> Run:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -102,7 +102,7 @@ def in_lightning(shares: list[float] | None, folder: str, loads: bool) -> Run:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=WITHIN, save_top_k=-1)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
     module = Module()
     trainer = lightning.Trainer(
         strategy=UnevenStrategy(process_group_backend="gloo", **options),
@@ -118,7 +118,7 @@ def in_lightning(shares: list[float] | None, folder: str, loads: bool) -> Run:
         enable_model_summary=False,
     )
     loader = DataLoader(checks.data(), batch_size=12, shuffle=True)
-    trainer.fit(module, loader, ckpt_path=f"{folder}/step={WITHIN}.ckpt" if loads else None)
+    trainer.fit(module, loader, ckpt_path=f"{folder}/step={loads}.ckpt" if loads else None)
     return checks.state_of(module.network), _held(trainer.strategy.optimizers[0])
 
 
@@ -127,12 +127,13 @@ def main() -> None:
     ways = {"accelerate": accelerate, "transformers": transformers, "lightning": in_lightning}
     train = ways[os.environ["LIBRARY"]]
     folder = str(Path(os.environ["FOLDER"], "states"))
-    (whole, every), (first, held) = train(None, folder, False), train(SHARES, folder, False)
-    again, other = train(OTHERS, folder, True)
+    (whole, every), (first, held) = train(None, folder, 0), train(SHARES, folder, 0)
+    steps = [SAVED, WITHIN] if train is in_lightning else [SAVED]
+    again, others = zip(*(train(OTHERS, folder, step) for step in steps), strict=True)
     found = {
         "off": max(float((a - b).abs().max()) for a, b in zip(whole, first, strict=True)),
-        "resumed": max(float((a - b).abs().max()) for a, b in zip(whole, again, strict=True)),
-        "held": [held / every, other / every],
+        "resumed": max(float((a - b).abs().max()) for run in again for a, b in zip(whole, run, strict=True)),
+        "held": [held / every, others[0] / every],
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
