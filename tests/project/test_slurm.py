@@ -76,7 +76,7 @@ def computed(job: Path) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_that_is_taken_away_goes_on_when_it_is_queued_again(
     tmp_path: Path, shm: Path, environment: dict[str, str]
 ) -> None:
@@ -92,12 +92,14 @@ def test_a_job_that_is_taken_away_goes_on_when_it_is_queued_again(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    until(lambda: len([p for p in tmp_path.glob("pyps-7/rank-*/worker-*.jsonl") if p.stat().st_size]) == 2)
+    until(
+        lambda: len([p for p in tmp_path.glob("pyps-7/rank-*/worker-*.jsonl") if p.stat().st_size]) == 2, 180
+    )
     for process in psutil.Process(job.pid).children(recursive=True):
         # Slurm signals all but the shell of this script; srun passes its signal on: some get it twice.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=100)
+    said, _ = job.communicate(timeout=200)
     assert job.returncode == 143, said.decode()
     assert (tmp_path / "requeued").read_text() == "7\n"
     first = computed(tmp_path / "pyps-7")
@@ -108,7 +110,7 @@ def test_a_job_that_is_taken_away_goes_on_when_it_is_queued_again(
         env={**environment, "SLURM_RESTART_COUNT": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert again.returncode == 0, again.stdout + again.stderr
     second = [read_report(tmp_path / "pyps-7.1" / f"rank-{rank}" / "report.json") for rank in range(2)]
