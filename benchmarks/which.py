@@ -8,7 +8,7 @@ at that rate. Each way is run in virtual time until it reaches the target, four 
 ranks of DDP have the gradient of `bsp`, and the pace that the ranking predicts. A problem is drawn three
 times, with other data or noise, and a way's time is the median: by luck alone one run of synchronous steps
 takes 0.5 to 3 times as many samples as another. All ways have the same luck: a sample's noise is its own,
-whoever computes it. The rate is chosen on three other draws, so that luck favours no way.
+whoever computes it. The rate is chosen on three other draws, so that no way profits from luck.
 
 Printed for each rule: the time of the way that it chooses over the time of the best way. `which` sees
 profiles, links and the batch; `after a pilot` also the losses of the ways that `which` wants tried, each for

@@ -99,14 +99,14 @@ class Connections:
         if one is not None and one.accepted.number:
             one.accepted.delivered = True
             return one
-        told = self._follow()
+        is_known = self._follow()
         try:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
             return None
         if not identity.startswith(ROUTER_MADE):
             return None
-        socket = self._open.get(descriptor) if told else None
+        socket = self._open.get(descriptor) if is_known else None
         if socket is not None:
             socket.spoke = socket.delivered = True
         if one is None:

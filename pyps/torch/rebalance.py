@@ -195,7 +195,7 @@ class Rebalancer:
 
     def report(self) -> str:
         """A table of the latest window, one line a rank: which ranks are slow, which wait for them, and the
-        most memory that each has held, beside what a plan said.
+        most memory that each has held, and what the plan said.
         """
         planned = dict(enumerate(self.sampler.planned_bytes))
         rows = (

@@ -174,7 +174,7 @@ def _scripts(path: str, count: int, environment: dict[str, str], said: str) -> N
 
 
 def _imports(path: Path) -> ast.Module:
-    """The imports at the top of a script. Files beside it are left out: they may look at their rank."""
+    """The imports at the top of a script. Files of its folder are left out: they may read their rank."""
     found = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         name = node.module or "" if isinstance(node, ast.ImportFrom) else ""

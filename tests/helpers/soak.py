@@ -291,11 +291,11 @@ class Soak:
 
     @property
     def _busy(self) -> bool:
-        """Return whether something is done beside, which has descriptors and memory of this process."""
+        """Return whether a side job runs, which holds descriptors and memory of this process."""
         return self._visit is not None and not self._visit.done()
 
     def end_visit(self) -> None:
-        """Wait for what is done beside. Raises Failed."""
+        """Wait for the side jobs. Raises Failed."""
         if self._visit is not None:
             self._visit.result()
 

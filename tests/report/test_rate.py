@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 import pytest
+from run_tools import make_setup
 
 from pyps.formats.records import StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
 from pyps.report.rate import rate_advice, step_of
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.steps import loss_points
@@ -72,18 +72,7 @@ def test_the_limit_is_that_of_theory() -> None:
 
 def test_a_report_tells_it() -> None:
     limit = 4 * step_of(1.0, 3.0)
-    ranks = [RankSetup(rank, f"d{rank}", BATCH // 4) for rank in range(4)]
-    setup = RunSetup(
-        store="s",
-        host="h",
-        script="t.py",
-        policy="asp",
-        even=True,
-        seed=0,
-        samples=0,
-        predicted_iteration_seconds=None,
-        ranks=tuple(ranks),
-    )
+    setup = make_setup(dict.fromkeys(range(4), BATCH // 4), policy="asp")
     for over, lines in ((2.0, 1), (0.2, 0)):
         report = make_report(setup, trained(over * limit, 1), [], StoreTotals(), "finished")
         assert len([line for line in report.advice if "too large for asp here" in line]) == lines
