@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import pyps.torch
 from pyps.errors import InputError
 from pyps.sharding import gathered, whole_state_dict
-from pyps.torch import GlobalMean
+from pyps.torch import GlobalMean, UnevenSyncBatchNorm
 
 BATCHES = {2: [8, 4], 3: [7, 4, 1], 4: [5, 4, 2, 1]}
 STEPS, ROWS = 20, 12
@@ -63,6 +63,8 @@ class Net(nn.Module):
                 block[0] = Lora(block[0])
         if kind == "frozen":
             self.blocks[1].requires_grad_(False)
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(9)
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def one_process(kind: str, optimizer: str, steps: int = STEPS) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+def one_process(
+    kind: str, optimizer: str, steps: int = STEPS, is_scheduled: bool = True
+) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     """Train with all samples in this process: the parameters and the optimizer."""
     model = Net(kind)
     one = OPTIMIZERS[optimizer](groups(model))
@@ -120,7 +124,8 @@ def one_process(kind: str, optimizer: str, steps: int = STEPS) -> tuple[torch.Te
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         one.step()
         one.zero_grad()
-        schedule.step()
+        if is_scheduled:
+            schedule.step()
     return flat(model.parameters()), one
 
 
@@ -143,6 +148,12 @@ def _train(model: nn.Module, one: torch.optim.Optimizer, group: dist.ProcessGrou
         schedule.step()
 
 
+def net_of(kind: str, group: dist.ProcessGroup) -> Net:
+    """A Net whose batch norm is that of all ranks' samples."""
+    found: Any = UnevenSyncBatchNorm.convert(Net(kind), group)
+    return found  # type: ignore[no-any-return]
+
+
 def in_ddp(model: nn.Module, group: dist.ProcessGroup, kind: str = "plain") -> DistributedDataParallel:
     return DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=1, find_unused_parameters=kind == "unused"
@@ -153,7 +164,7 @@ def optimizer_steps(
     group: dist.ProcessGroup, shares: list[float], kind: str = "plain", optimizer: str = "AdamW"
 ) -> dict[str, float]:
     """Return how far shard_optimizer()'s run is from one process, in parameters and in the whole state."""
-    model = in_ddp(Net(kind), group, kind)
+    model = in_ddp(net_of(kind, group), group, kind)
     one = pyps.torch.shard_optimizer(OPTIMIZERS[optimizer](groups(model.module)), shares, group)
     _train(model, one, group)
     right, whole = one_process(kind, optimizer)
@@ -378,7 +389,7 @@ def module_steps(
 ) -> dict[str, float]:
     """Return how far shard()'s run is from one process, in parameters and in the whole states."""
     torch.manual_seed(dist.get_rank())  # ranks begin as the first one
-    model = sharded(Net(kind), shares, group, prefetch=prefetch)
+    model = sharded(net_of(kind, group), shares, group, prefetch=prefetch)
     one = OPTIMIZERS[optimizer](groups(model))
     _train(model, one, group)
     right, whole = one_process(kind, optimizer)
@@ -391,10 +402,14 @@ def module_steps(
     }
 
 
-def micro_batches(group: dist.ProcessGroup, shares: list[float], parts: list[int]) -> dict[str, float]:
+def micro_batches(
+    group: dist.ProcessGroup, shares: list[float], parts: list[int], stage: int
+) -> dict[str, float]:
     """Return how far a run in micro-batches, of unlike numbers on the ranks, is from one process."""
-    model = sharded(Net(), shares, group)
+    model: Any = sharded(Net(), shares, group) if stage == 3 else in_ddp(Net(), group)
     one = OPTIMIZERS["AdamW"](groups(model))
+    if stage == 1:
+        pyps.torch.shard_optimizer(one, shares, group)
     mean = GlobalMean(model)
     for step in range(3):
         for x, y in mean.accumulate(batch(step, group), parts):
@@ -402,18 +417,24 @@ def micro_batches(group: dist.ProcessGroup, shares: list[float], parts: list[int
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         one.step()
         one.zero_grad()
-    right = Net()
-    other = OPTIMIZERS["AdamW"](groups(right))
+    found = gathered_flat(model) if stage == 3 else flat(model.parameters())
+    return {"parameters": off(found, one_process("plain", "AdamW", 3, is_scheduled=False)[0])}
+
+
+def in_no_sync(group: dist.ProcessGroup, shares: list[float]) -> float:
+    """Return how far shard_optimizer() is from one process, where a script itself adds up micro-batches."""
+    model = in_ddp(Net(), group)
+    one = pyps.torch.shard_optimizer(OPTIMIZERS["AdamW"](groups(model)), shares, group)
     for step in range(3):
-        nn.functional.mse_loss(right(numbers(step, ROWS, torch.float64)[0]), _targets(step)).backward()
-        nn.utils.clip_grad_norm_(right.parameters(), 0.5)
-        other.step()
-        other.zero_grad()
-    return {"parameters": off(gathered_flat(model), flat(right.parameters()))}
-
-
-def _targets(step: int) -> torch.Tensor:
-    return numbers(step, ROWS, torch.float64)[1]
+        x, y = numbers(step, ROWS, torch.float64)
+        x, y = (part.chunk(group.size())[group.rank()].chunk(2) for part in (x, y))
+        with model.no_sync():
+            (nn.functional.mse_loss(model(x[0]), y[0]) / 2).backward()
+        (nn.functional.mse_loss(model(x[1]), y[1]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        one.step()
+        one.zero_grad()
+    return off(flat(model.parameters()), one_process("plain", "AdamW", 3, is_scheduled=False)[0])
 
 
 def gathered_flat(model: nn.Module) -> torch.Tensor:
@@ -564,6 +585,8 @@ def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:
     GlobalMean(norm)
     said("plain", lambda: nn.functional.mse_loss(norm(x), y).backward())
     said("Adafactor", torch.optim.Adafactor(norm.parameters()).step)
+    said("LBFGS", lambda: torch.optim.LBFGS(norm.parameters()).step(lambda: torch.zeros(())))
+    said("by norm", ByNorm(norm.parameters()).step)
     lonely = sharded(Net(), [0.5, 0.5], group, **options)
     lonely(x)
     if rank == 1:

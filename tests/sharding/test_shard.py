@@ -21,7 +21,7 @@ EXACT = 1e-12
 SHARES = {2: [2 / 3, 1 / 3], 3: [0.5, 0.3, 0.2], 4: [0.4, 0.3, 0.2, 0.1]}
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "unused", "frozen"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "unused", "frozen", "batch norm"])
 def test_a_run_is_that_of_one_process(ranks: Ranks, kind: str) -> None:
     for found in ranks.run(3, jobs.module_steps, SHARES[3], kind):
         assert max(found.values()) < EXACT, found
@@ -56,7 +56,7 @@ def test_without_prefetching(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("parts", sampled([[2, 2, 1], [1, 1, 1], [3, 1, 1]], 0))
 def test_micro_batches(ranks: Ranks, parts: list[int]) -> None:
-    for found in ranks.run(3, jobs.micro_batches, SHARES[3], parts):
+    for found in ranks.run(3, jobs.micro_batches, SHARES[3], parts, 3):
         assert max(found.values()) < EXACT, found
 
 
@@ -108,6 +108,8 @@ REFUSED = {
     "norm by rows": "norm: of a sharded gradient: found",
     "plain": "GlobalMean: loss.backward(): found a gradient without its weight",
     "Adafactor": "shard: optimizer: found Adafactor, whose step of a cut parameter is",
+    "LBFGS": "shard: optimizer: found LBFGS, wh",
+    "by norm": "shard: optimizer: found ByNorm, whose step of a cut parameter is",
     "alone": "shard: calls: found no call 5 on ranks [0], on rank 1",
 }
 

@@ -12,10 +12,13 @@ from sampled import sampled
 
 EXACT = 1e-12
 SHARES = {2: [2 / 3, 1 / 3], 3: [0.5, 0.3, 0.2], 4: [0.4, 0.3, 0.2, 0.1]}
-CASES = [(3, SHARES[3], "plain"), (3, [0, 1, 0], "plain"), (2, SHARES[2], "unused"), (4, SHARES[4], "frozen")]
+KINDS = ["unused", "frozen", "tied", "lora", "batch norm", "checkpoint", "checkpoint over blocks"]
+KINDS += ["reentrant checkpoint", "shared block"]
+CASES = [(3, SHARES[3], "plain"), (3, [0, 1, 0], "plain"), (4, SHARES[4], "frozen")]
+CASES += [(2, SHARES[2], kind) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("count", "shares", "kind"), CASES)
+@pytest.mark.parametrize(("count", "shares", "kind"), sampled(CASES, *range(len(CASES) - 3)))
 def test_a_run_is_that_of_one_process(ranks: Ranks, count: int, shares: list[float], kind: str) -> None:
     for found in ranks.run(count, jobs.optimizer_steps, shares, kind):
         assert max(found.values()) < EXACT, found
@@ -25,6 +28,16 @@ def test_a_run_is_that_of_one_process(ranks: Ranks, count: int, shares: list[flo
 def test_optimizers(ranks: Ranks, optimizer: str) -> None:
     for found in ranks.run(3, jobs.optimizer_steps, SHARES[3], "plain", optimizer):
         assert max(found.values()) < EXACT, found
+
+
+@pytest.mark.parametrize("parts", sampled([[2, 2, 1], [1, 1, 1], [3, 1, 1]], 0))
+def test_micro_batches(ranks: Ranks, parts: list[int]) -> None:
+    for found in ranks.run(3, jobs.micro_batches, SHARES[3], parts, 1):
+        assert max(found.values()) < EXACT, found
+
+
+def test_micro_batches_of_a_script_in_no_sync(ranks: Ranks) -> None:
+    assert max(ranks.run(2, jobs.in_no_sync, SHARES[2])) < EXACT
 
 
 REFUSED = {
