@@ -1,12 +1,9 @@
 /* config.c: the part of a creator's configuration that decisions depend on, checked. */
-#include "policy/config.h"
+#include "policy/decisions.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "error.h"
-#include "policy/policy.h"
 
 #define MAX_TURN_SECONDS 1e6
 

@@ -2,10 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "error.h"
-#include "policy/config.h"
-#include "policy/policy.h"
-#include "policy/view.h"
+#include "policy/runs.h"
 
 struct pyps_core {
     const struct policy *policy;

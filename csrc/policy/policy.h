@@ -8,13 +8,12 @@
  * A function may change the view it is given only if its answer is followed by a commit. If it answers WAIT,
  * it must leave the view as it was.
  *
- * WHICH FILE CALLS WHICH. The files stand on floors. A file calls only files that this list has before it
- * (tests/c/test_layers_c.py):
+ * FLOORS, each with a header that includes the one below; a file includes its own floor's:
  *
- *   views      sketch, view_parts, view_clocks, view_samples
- *   policies   saps_noise, saps_bound, policy_*, policy
- *   decisions  config, view_ranks, view_round, view_valid, view
- *   runs       view_state, core, replay
+ *   view.h       sketch, view_parts, view_clocks, view_samples
+ *   policy.h     saps_noise, saps_bound, policy_*, policy
+ *   decisions.h  config, view_ranks, view_round, view_valid, view
+ *   runs.h       view_state, core, replay
  */
 #ifndef PYPS_POLICY_H
 #define PYPS_POLICY_H

@@ -3,7 +3,6 @@
  */
 #include <string.h>
 
-#include "error.h"
 #include "policy/policy.h"
 
 static pyps_custom callbacks;

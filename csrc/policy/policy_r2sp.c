@@ -13,7 +13,6 @@
  * proportions. If workers are away, those present share the cycle. Without a schedule ranks take turns in
  * their own order, and each gap is period / N. `slack` divides every gap.
  */
-#include "error.h"
 #include "policy/policy.h"
 
 /* Nanoseconds; an operating system may delay any process for less than that. */

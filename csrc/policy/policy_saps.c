@@ -24,8 +24,6 @@
  */
 #include <math.h>
 
-#include "error.h"
-#include "policy/policy.h"
 #include "policy/saps_bound.h"
 
 #define DECAY         (63.0 / 64) /* of the sums of the fitted line, at each push */

@@ -7,10 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "error.h"
-#include "policy/config.h"
-#include "policy/journal.h"
-#include "policy/policy.h"
+#include "policy/runs.h"
 
 uint64_t journal_digest(const struct view *v) {
     size_t bytes = view_used_bytes(v);

@@ -20,7 +20,6 @@
  */
 #include <math.h>
 
-#include "policy/policy.h"
 #include "policy/saps_bound.h"
 
 #define WINDOW   32   /* pushes over which a worker's time is averaged */

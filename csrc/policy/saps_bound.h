@@ -2,7 +2,7 @@
 #ifndef PYPS_SAPS_BOUND_H
 #define PYPS_SAPS_BOUND_H
 
-#include "policy/view.h"
+#include "policy/policy.h"
 
 /* SaPS's own words of a view. */
 struct staleness_limit {

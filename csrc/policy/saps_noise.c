@@ -13,7 +13,6 @@
  */
 #include <math.h>
 
-#include "policy/policy.h"
 #include "policy/saps_bound.h"
 
 #define UNKNOWN 4.0 /* x until there are */

@@ -1,13 +1,10 @@
 /* view.c: the pure steps of membership, starting, pulling and snapshots. Ranks and re-plans are in view_ranks.c,
  * rounds and pushes in view_round.c, the assignment of samples in view_samples.c, the least clock in view_clocks.c. */
-#include "policy/view.h"
+#include "policy/decisions.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-
-#include "error.h"
-#include "policy/policy.h"
 
 static bool in_slot(uint32_t residual, uint32_t slot) {
     return residual && (residual - 1) / RESIDUALS_A_SLOT == slot;

@@ -250,22 +250,6 @@ bool view_sized(const struct view *view);
 void view_clear(struct view *view, const struct view_config *config);
 bool view_takes_part(const struct view *view, const struct member *member); /* active, its rank has samples */
 
-/* view.c: the only way to change a view */
-enum verdict view_step(struct view *view, const struct event *event, struct outcome *out);
-
-/* view_valid.c: false if an index in a view that came from shared memory is out of range */
-bool view_valid(const struct view *view, const struct view *expected);
-
-/* view_ranks.c */
-void view_init(struct view *view, const struct view_config *config);
-void view_enter(struct view *view, struct member *member);            /* after it became active */
-void view_ranks_add(struct view *view, uint32_t ranks, uint64_t now); /* the store has `ranks` from now on */
-pyps_rank_cost view_cost(const struct rank *rank);
-void view_forget_cost(struct rank *rank);
-void view_find_all_joined(struct view *view);
-enum verdict view_step_replan(struct view *view, const struct event *event, struct outcome *out);
-enum verdict view_step_cost_model(struct view *view, const struct event *event);
-
 /* view_samples.c */
 void view_samples_claim(struct view *view, uint32_t slot, uint64_t now); /* up to the rank's batch */
 void view_samples_claim_ahead(struct view *view, uint32_t slot); /* after the last claim; there is room */
@@ -280,17 +264,6 @@ bool view_samples_single(const struct view *view);
 /* What a member holds: of its current step (claim 0) and of those after it; count 0: nothing. */
 struct range view_samples_claimed(const struct view *view, uint32_t slot, uint32_t claim);
 
-/* view_round.c */
-void view_advance_rounds(struct view *view, uint64_t now); /* closes and opens rounds as the policy says */
-/* Assigns the samples of as many later rounds as any worker wants claims ahead: of each round to all ranks at
- * once, so that they add up to the global batch. */
-void view_assign_rounds_ahead(struct view *view);
-enum verdict view_step_push(struct view *view, const struct event *event, struct outcome *out);
-/* Steps that others will take between this member's next pull and its push, where its pull looks so far ahead. */
-double view_lookahead(const struct view *view, uint32_t slot);
-enum verdict view_step_gate(struct view *view, const struct event *event, struct outcome *out);
-enum verdict view_step_check(struct view *view, const struct event *event, struct outcome *out);
-
 /* view_clocks.c: keeps min_clock right. */
 void view_clock_enter(struct view *view, struct member *member);   /* after it became active */
 void view_clock_leave(struct view *view, struct member *member);   /* before it stops being active */
@@ -298,13 +271,5 @@ void view_clock_advance(struct view *view, struct member *member); /* after a st
 void view_clock_find_min(struct view *view);                       /* once all have joined */
 /* min_clock once this member's has come to `clock`. */
 uint64_t view_clock_min_after(const struct view *view, const struct member *member, uint64_t clock);
-
-/* view_state.c */
-uint32_t view_state_ranges(const struct view *view); /* the most ranges that a state of it has */
-/* The state that this private view is in. `out` points to ranks [ranks] and ranges [view_state_ranges], which
- * it fills; nothing is said of steps, vectors and residuals. */
-int view_capture(struct view *view, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges);
-/* A view just made becomes one that goes on from the state; PYPS_EINVAL names what is out of range in it. */
-int view_restore(struct view *view, const pyps_state *state);
 
 #endif

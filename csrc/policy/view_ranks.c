@@ -3,9 +3,7 @@
  * A rank with samples takes part. One without rests: its worker waits, and holds no other up. It gets samples, or
  * loses them, by a re-plan. Ranks may be added while the store trains, up to its participants; they rest at first.
  */
-#include "error.h"
-#include "policy/policy.h"
-#include "policy/view.h"
+#include "policy/decisions.h"
 
 void view_enter(struct view *v, struct member *m) {
     if (!view_takes_part(v, m)) return;

@@ -1,7 +1,5 @@
 /* view_round.c: a push gets a ticket, a place in the round, or a refusal; rounds close and open. */
-#include "error.h"
-#include "policy/policy.h"
-#include "policy/view.h"
+#include "policy/decisions.h"
 
 #define STEP_WINDOW   32 /* pushes over which a rank's step time is averaged: turns follow it */
 #define SAMPLE_WINDOW 8  /* and its time for a sample: batches follow it */

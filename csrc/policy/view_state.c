@@ -6,9 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "error.h"
-#include "policy/policy.h"
-#include "policy/view.h"
+#include "policy/runs.h"
 
 #define MAX_COUNT (UINT64_C(1) << 62)
 #define MAX_STEPS (UINT64_C(1) << 39) /* also of versions: a chunk's word has 40 bits for one */

@@ -1,8 +1,7 @@
 /* view_valid.c: whether a view that another process wrote is possible. */
 #include <string.h>
 
-#include "policy/policy.h"
-#include "policy/view.h"
+#include "policy/decisions.h"
 
 static bool source_valid(const struct view *v, const struct source *source) {
     return source->slot < v->participants && source->staging < v->staging_buffers;

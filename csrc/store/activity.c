@@ -4,7 +4,7 @@
  * early or late. Times are nanoseconds of the machine's monotonic clock; observers get ages, which mean the
  * same on every host.
  */
-#include "store/store.h"
+#include "store/segment.h"
 
 #define KIND_BITS 8 /* of `waits`: {since 56, kind 8} */
 

@@ -5,7 +5,7 @@
  */
 #include <string.h>
 
-#include "store/store.h"
+#include "store/apply.h"
 
 #define SPAN (16u * BLOCK) /* what is done again where a value is to be mended */
 

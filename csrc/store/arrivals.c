@@ -4,7 +4,7 @@
  * (`streamed`); the caller's thread looks at the marks between two chunks of its own, and tells of runs in ascending
  * order. A chunk that was streamed with the exchange's ticket is not written again.
  */
-#include "store/store.h"
+#include "store/apply.h"
 
 void arrivals_begin(pyps_store *s, struct arrivals *a) {
     for (uint32_t chunk = 0; chunk < s->geometry.chunks; chunk++) store_relaxed(&s->streamed[chunk], 0);

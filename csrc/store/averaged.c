@@ -13,7 +13,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 /* sum += weight * (x - theirs). A value that is not finite does not move x, and such an x is not moved. */
 static void add_distance(float *sum, const float *x, const float *theirs, float weight, size_t length) {

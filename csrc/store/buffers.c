@@ -13,7 +13,7 @@
  * two writes of "publish" leaves nothing to guess: its holder field is cleared, and the chunk's word says
  * whether the buffer is in use.
  */
-#include "store/store.h"
+#include "store/buffers.h"
 
 /* Does a snapshot that may still be read save this buffer? A later snapshot than this handle has seen counts
  * as alive. */

@@ -14,7 +14,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 static a64 *sums_of(const pyps_store *s, const struct staging_header *header) {
     return (a64 *)(void *)((uintptr_t)header + s->layout.staging_sums);

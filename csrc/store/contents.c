@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "store/store.h"
+#include "store/stores.h"
 
 #define MAX_STEPS       0x1p39
 #define ROUNDING        0x1p-40 /* of steps that were summed in another order */

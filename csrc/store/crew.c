@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include "store/segment.h"
-#include "store/store.h"
 
 #ifndef LEAST_CHUNKS
 #define LEAST_CHUNKS 8u /* of a job that wakes the crew: to wake a thread costs as much as one or two */

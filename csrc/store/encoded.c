@@ -13,7 +13,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 /* Is this residual a rank's, or one that a snapshot reads? */
 static bool residual_needed(pyps_store *s, const struct view *v, uint32_t name) {

@@ -1,6 +1,6 @@
 /* exchange.c: a push and the pull after it in one pass. New parameters go to the worker's copy while they are
  * in cache, by the thread that applies the chunk (apply.c); only chunks that other participants applied are read again. */
-#include "store/store.h"
+#include "store/pull.h"
 
 static int exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_push_result *out,
                     uint64_t *version_out) {

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/push.h"
 
 #define SKETCHED (32u * BLOCK) /* values, of which a sketch is made */
 

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/push.h"
 
 #define PIECE       (16u * BLOCK)       /* looked at, and then copied from the cache */
 #define STREAM_FROM (UINT64_C(1) << 20) /* floats: a copy so long bypasses the cache */

@@ -2,8 +2,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "error.h"
-#include "policy/config.h"
 #include "store/segment.h"
 
 static uint32_t or_default(uint32_t value, uint32_t instead) { return value ? value : instead; }

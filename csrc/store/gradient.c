@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 /* Read once from shared memory, where a hostile owner may change it. */
 uint32_t staging_codec(const pyps_store *s, uint32_t slot, uint32_t staging) {

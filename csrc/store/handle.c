@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "store/segment.h"
-#include "store/store.h"
 
 static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
 static pyps_store *handles;

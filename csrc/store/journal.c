@@ -1,4 +1,4 @@
-/* journal.c: appends the events that a handle commits to a journal file (policy/journal.h). */
+/* journal.c: appends the events that a handle commits to a journal file (policy/runs.h). */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -6,8 +6,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "policy/journal.h"
-#include "store/store.h"
+#include "store/buffers.h"
 
 /* A full disk may take a part of an entry: it goes, or what others append once there is room would be read as its
  * rest. Unless another entry has come after it. */

@@ -4,7 +4,6 @@
 #include "error.h"
 #include "kernels/kernels.h"
 #include "policy/policy.h"
-#include "policy/view.h"
 #include "store/words.h"
 
 #define PAGE            4096u

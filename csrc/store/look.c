@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 #define STREAM_BYTES (UINT64_C(16) << 20) /* a copy too large for the cache of one core bypasses it */
 

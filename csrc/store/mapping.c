@@ -18,7 +18,6 @@
 #include <unistd.h>
 
 #include "store/segment.h"
-#include "store/store.h"
 
 #define HUGE_PAGE     (UINT64_C(2) << 20) /* of every x86-64, and of Arm with pages of 4 KiB */
 #define MOST_REFUSED  8u                  /* in a row: then the system has none */

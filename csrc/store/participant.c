@@ -3,7 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "store/store.h"
+#include "store/participants.h"
 
 #define READER_GRACE_NANOSECONDS UINT64_C(20000000) /* the time that helpers get to finish reading */
 #define KEPT_SLOTS               8u /* that no thread takes: observers, new workers, those that reap */

@@ -1,5 +1,5 @@
 /* places.c: where chunk buffers, staging buffers and residuals are in the mapping, and the parts of each. */
-#include "store/store.h"
+#include "store/segment.h"
 
 uint8_t *buffer_halves(const pyps_store *s, uint32_t buffer) {
     return s->base + s->layout.buffers + buffer * s->layout.buffer_stride + sizeof(struct chunk_header);

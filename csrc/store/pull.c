@@ -1,7 +1,7 @@
 /* pull.c: copies parameters out. A pull has each chunk whole and reports the oldest version. */
 #include <string.h>
 
-#include "store/store.h"
+#include "store/pull.h"
 
 int pull_record(pyps_store *s, uint64_t version) {
     s->pulled_version = version;

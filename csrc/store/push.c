@@ -19,7 +19,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/push.h"
 
 int pyps_start(pyps_store *s, double timeout_seconds, pyps_claim *out) {
     int rc = store_check_worker(s);

@@ -8,7 +8,7 @@
  */
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 #define NEAR_BYTES UINT64_C(8192) /* ranges so close together get their memory by one call */
 

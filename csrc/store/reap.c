@@ -1,5 +1,5 @@
 /* reap.c: what a participant does about others: it waits for them, removes the dead and completes their pushes. */
-#include "store/store.h"
+#include "store/participants.h"
 
 int member_leave(pyps_store *s, uint32_t slot, uint64_t id, uint32_t state, bool *changed) {
     struct event e = store_event(s, EVENT_LEAVE);

@@ -13,8 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "store/segment.h"
-#include "store/store.h"
+#include "store/stores.h"
 
 #define NAME_LIMIT 200u
 

@@ -12,8 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "store/segment.h"
-#include "store/store.h"
+#include "store/buffers.h"
 
 #define UNKNOWN_START UINT64_MAX
 

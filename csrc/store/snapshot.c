@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/pull.h"
 
 /* What a read shows, and what its visitor said last. */
 struct show {

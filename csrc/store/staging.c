@@ -6,7 +6,7 @@
  */
 #include <string.h>
 
-#include "store/store.h"
+#include "store/gradients.h"
 
 static uint64_t offset_of(const pyps_store *s, const void *at) {
     return (uint64_t)((const uint8_t *)at - s->base);

@@ -4,9 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "policy/config.h"
-#include "store/segment.h"
-#include "store/store.h"
+#include "store/stores.h"
 
 int pyps_get_layout(pyps_store *s, pyps_layout *out) {
     int rc = store_check_usable(s, false);

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "store/store.h"
+#include "store/buffers.h"
 
 #define OBSERVE_SECONDS 10.0
 #define VIEW_SCANS                                                                                           \

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../csrc/store/store.h"
+#include "../../csrc/store/stores.h"
 
 static inline void must(int rc, const char *what) {
     if (!rc) return;

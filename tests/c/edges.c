@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include "common.h"
-#include "../../csrc/store/segment.h"
 
 #define RANKS 3
 

@@ -148,7 +148,7 @@ def once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
 def compile_core(folder: Path, flags: Iterable[str], compiler: Iterable[str]) -> list[Path]:
     """The core's objects, compiled with these flags into `folder` unless they are there."""
     sources = [str(path) for path in sorted(CSRC.rglob("*.c"))]
-    command = [*compiler, *flags, "-c", *sources]
+    command = [*compiler, *flags, "-Wmissing-prototypes", "-c", *sources]
     once(folder.parent, folder.name, lambda part: subprocess.run(command, check=True, cwd=part))
     return sorted(folder.glob("*.o"))
 

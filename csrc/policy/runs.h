@@ -1,4 +1,5 @@
-/* journal.h: a journal of decisions on file; store/journal.c writes it, replay.c reads it.
+/* runs.h: what is kept of a run: states, and a journal of decisions on file, which store/journal.c writes and replay.c
+ * reads.
  *
  * The file is a sequence of entries, one for each event: the event with its time and measurements, its
  * outcome, and a digest of the view after it. An event that changed nothing (a worker waits, continues or is
@@ -9,10 +10,10 @@
  * A process that is killed between its CAS and its write loses that entry. The replay continues from the next
  * view on file and counts the events between as missing.
  */
-#ifndef PYPS_POLICY_JOURNAL_H
-#define PYPS_POLICY_JOURNAL_H
+#ifndef PYPS_RUNS_H
+#define PYPS_RUNS_H
 
-#include "policy/view.h"
+#include "policy/decisions.h"
 
 #define JOURNAL_MAX_ENTRY_BYTES (UINT32_C(1) << 30)
 #define JOURNAL_MARK            UINT32_C(0x6c6e726a) /* "jrnl" */
@@ -32,5 +33,13 @@ struct journal_entry {
 
 /* replay.c */
 uint64_t journal_digest(const struct view *view);
+
+/* view_state.c */
+uint32_t view_state_ranges(const struct view *view); /* the most ranges that a state of it has */
+/* The state that this private view is in. `out` points to ranks [ranks] and ranges [view_state_ranges], which
+ * it fills; nothing is said of steps, vectors and residuals. */
+int view_capture(struct view *view, pyps_state *out, pyps_rank_state *ranks, pyps_range *ranges);
+/* A view just made becomes one that goes on from the state; PYPS_EINVAL names what is out of range in it. */
+int view_restore(struct view *view, const pyps_state *state);
 
 #endif
