@@ -26,9 +26,9 @@ from pyps.store.segments import folder
 MAX_CONNECTIONS = 1024
 CONNECTIONS_A_SESSION = 4  # its calls' and its pings', and as many that broke and are not known to have
 SILENT_SHARE = 0.25  # of all connections, for those whose handshake is under way
-HELD_BYTES = 1 << 20  # of one connection, without a whole message: an honest one holds less than a frame
-ALL_HELD_BYTES = 64 << 20  # of all connections together
-BUSY_FACTOR = 16  # for both, while whole messages queue up behind a busy loop
+QUEUED_MESSAGES = 3  # of one connection that were not taken; the link slows down before there are more
+HELD_BYTES = 5 << 18  # of one connection: the queued ones and one that is coming, each a frame, are less
+ALL_HELD_BYTES = 64 << 20  # of one peer's connections; of all together, while the queues are empty
 MAX_SESSIONS = 256
 SESSIONS_PER_PEER = 32
 MEMORY_SHARE = 0.25  # of the free memory, for each of: calls, answers, copies for pulls over several servers

@@ -121,21 +121,22 @@ class Connections:
 
         drained: since the last look there was a time without any message to be received.
         """
-        factor = 1 if drained else bounds.BUSY_FACTOR
         if drained:
             self._forget_ended()
         self._follow()
         held: list[tuple[int, Accepted]] = []
+        by_peer = Counter[str]()
         for one in self._open.values():
             came = _read(one)
             if one.delivered:
                 one.mark, one.delivered = came, False
             held.append((came - one.mark, one))
-        total = sum(size for size, _ in held)
+            by_peer[one.peer] += came - one.mark
         for size, one in sorted(held, key=lambda pair: -pair[0]):
-            if size > factor * bounds.HELD_BYTES or total > factor * bounds.ALL_HELD_BYTES:
+            together = by_peer.total() if drained else by_peer[one.peer]
+            if size > bounds.HELD_BYTES or together > bounds.ALL_HELD_BYTES:
                 self.cut(one)
-                total -= size
+                by_peer[one.peer] -= size
         self.trim()
 
     def assign(self, one: Connection, peer: str) -> None:

@@ -36,7 +36,7 @@ from pyps.remote.address import (
     is_loopback,
     needs_ipv6,
 )
-from pyps.remote.bounds import MAX_SESSIONS, SESSIONS_PER_PEER, ServerBounds
+from pyps.remote.bounds import MAX_SESSIONS, QUEUED_MESSAGES, SESSIONS_PER_PEER, ServerBounds
 from pyps.remote.clients import FORGET_SECONDS, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
 from pyps.remote.framing import FRAME_BYTES
@@ -62,7 +62,7 @@ from pyps.remote.wire import (
 
 HANDSHAKE_SECONDS = 5.0
 SEAL_BYTES = 256  # at least what encryption adds to a frame
-QUEUED_MESSAGES = 32  # of one connection, before it has to wait
+UNSENT_MESSAGES = 32  # to one connection
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
 SIGNAL_SECONDS = 0.5  # in which a handler runs at the latest
@@ -218,7 +218,7 @@ class Server:
     def _bind(self, bind: str | None, keys: str | Path | None) -> zmq.Socket[bytes]:
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router.maxmsgsize = max(MAX_HEADER_BYTES, FRAME_BYTES) + SEAL_BYTES
-        router.rcvhwm = router.sndhwm = QUEUED_MESSAGES
+        router.rcvhwm, router.sndhwm = QUEUED_MESSAGES, UNSENT_MESSAGES
         router.router_mandatory = 1  # say which connections have ended
         router.copy_threshold = 0  # else a reply's last, small frame would count as sent before the others
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)

@@ -137,6 +137,10 @@ def connection(context: zmq.Context[Any], own: ClientKeys, endpoint: str) -> zmq
     return one
 
 
+def ping() -> list[bytes]:
+    return [encode(Ping(secrets.token_bytes(16)))]
+
+
 def unfinished() -> list[bytes]:
     """A call whose numbers lack their last byte."""
     numbers = 4 * PARAMETERS
@@ -144,18 +148,25 @@ def unfinished() -> list[bytes]:
     return [encode(call), *(bytes(min(1 << 18, numbers - 1 - at)) for at in range(0, numbers - 1, 1 << 18))]
 
 
-def attack(address: str, until: threading.Event) -> None:
-    """All that one key can open, again and again."""
+def unknown() -> list[bytes]:
+    """A call of no session, and as many of its numbers as the server queues for a connection, and more."""
+    call = Call(secrets.token_bytes(16), 2, "push", encode_raw((0,)), follow=1 << 30)
+    return [encode(call), *[bytes(1 << 18)] * 40]
+
+
+def attack(address: str) -> None:
+    """All that one key can open, again and again, until standard input ends."""
     own, endpoint = read_client_keys(parse_address(address).keys or ""), parse_address(address).endpoint
     with ExitStack() as stack, zmq.Context() as context:
         context.max_sockets = 4096
         held: list[zmq.Socket[bytes]] = []
         for count in range(1 << 60):
-            if until.wait(0.002):
+            if select.select([sys.stdin], [], [], 0.002)[0]:
                 break
             with contextlib.suppress(zmq.ZMQError):
                 held.append(connection(context, own, endpoint))
-                for part in unfinished() if count % 20 == 5 else [encode(Ping(secrets.token_bytes(16)))]:
+                kinds = {5: unfinished, 15: unknown}
+                for part in kinds.get(count % 20, ping)():
                     held[-1].send(part, zmq.NOBLOCK)
             if count % 20 == 10 and count < 1000:
                 with contextlib.suppress(PypsError):
@@ -169,6 +180,16 @@ def attack(address: str, until: threading.Event) -> None:
                 del held[:300]
         for one in held:
             one.close()
+
+
+@contextmanager
+def attacked(address: str) -> Iterator[None]:
+    """With an attack from another process, as from another machine."""
+    with subprocess.Popen([sys.executable, __file__, "--attack", address], stdin=subprocess.PIPE) as process:
+        try:
+            yield
+        finally:
+            process.communicate()
 
 
 def train(store: Store, until: threading.Event, steps: list[int], errors: list[str]) -> None:
@@ -217,8 +238,7 @@ def trial(delay: float, seconds: float) -> bool:
         planned, base = segment.stat().st_blocks * 512, server.own_bytes()
         threads = [train_thread(store, until, steps[k], errors) for k, store in enumerate(stores)]
         hostile = f"{server.address}?keys={keys / 'hostile.key'}"
-        threads.append(threading.Thread(target=attack, args=(hostile, until)))
-        with running(threads, until):
+        with running(threads, until), attacked(hostile):
             took, theirs, memory = watch(server, honest, seconds)
             counted = [one[0] for one in steps]
         flat = 4 * stores[0].layout.flat_elements * stores[0].layout.staging_buffers
@@ -262,7 +282,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="for each delay")
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[1.0, 40.0, 100.0])
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.attack is not None:
+        attack(options.attack)
+        return 0
     passed = [trial(delay / 1000, 60 * options.minutes) for delay in options.delay_ms]
     return int(not all(passed))
 

@@ -104,9 +104,9 @@ def test_late_messages_do_not_disturb_the_numbers_of_another_call(
 ) -> None:
     with busy(server, monkeypatch):
         arguments = encode_raw((PROTOCOL, "model", FRAME_BYTES))
-        call = encode(Call(SESSION, 1, "create", arguments, 0, 4 * FRAME_BYTES))
-        numbers = [bytes(FRAME_BYTES)] * 4
-        new = followed(server.address, [encode(Ping(bytes(16)))] * 6, [call, *numbers])
+        call = encode(Call(SESSION, 1, "create", arguments, 0, 2 * FRAME_BYTES))
+        numbers = [bytes(FRAME_BYTES)] * 2
+        new = followed(server.address, [encode(Ping(bytes(16)))] * 3, [call, *numbers])
     with new:
         assert isinstance(decode_reply(new.receive()), Failure)  # there is a store already
     assert server.counters.calls == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -53,6 +54,12 @@ def server(store: Store) -> Iterator[Server]:
 
 def hello(client: RawClient) -> Any:
     return client.ask("hello", PROTOCOL, "model")
+
+
+def own_bytes() -> int:
+    """Memory of this process that no other shares."""
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
 
 
 def answers(server: Server, source: str = "") -> bool:
@@ -356,6 +363,33 @@ class TestParts:
             for _ in range(4):
                 one.part(bytes(FRAME_BYTES))
         eventually(lambda: server.counters.cut_off >= 4)
+        assert answers(server)
+        for one in wild:
+            one.__exit__()
+
+    def test_whole_ones_wait_outside_while_the_loop_is_busy(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        busy, goes_on = threading.Event(), threading.Event()
+        look = connections.Connections.look
+
+        def stand(self: connections.Connections, drained: bool) -> None:
+            busy.set()
+            goes_on.wait()
+            look(self, drained)
+
+        wild = [RawConnection(server.address) for _ in range(16)]
+        monkeypatch.setattr(connections.Connections, "look", stand)
+        assert busy.wait(30)
+        before = own_bytes()
+        for one in wild:
+            one.end.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                for _ in range(100):
+                    one.part(bytes(FRAME_BYTES), more=False)
+        held = own_bytes() - before
+        goes_on.set()
+        assert held < len(wild) * bounds.HELD_BYTES
         assert answers(server)
         for one in wild:
             one.__exit__()

@@ -205,5 +205,5 @@ def test_an_insecure_server_says_so(store: Store) -> None:
         address = child.stdout.readline().split()[-1]
         open_store(address).close()
         child.terminate()
-        _, said = child.communicate(timeout=60)
-    assert said == "pyps serve: insecure: every user of this machine can read and change the store\n"
+        _, said = child.communicate(timeout=60)  # of a client whose goodbye has not come it speaks too
+    assert said.startswith("pyps serve: insecure: every user of this machine can read and change the store\n")
