@@ -3,34 +3,70 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from run_tools import make_setup
 
 from pyps.formats.records import StepRecord
-from pyps.report.rate import rate_advice, step_of
+from pyps.report.rate import rate_advice, risen, step_of
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.steps import loss_points
 
-D, BATCH = 10, 32
+D, BATCH, HIDDEN, CLASSES = 10, 32, 32, 10
+Gradient = Callable[[np.ndarray, int], tuple[float, np.ndarray]]
+Problem = Callable[[np.random.Generator], tuple[np.ndarray, Gradient]]
+
+
+def least_squares(draw: np.random.Generator) -> tuple[np.ndarray, Gradient]:
+    """A start and the gradients of least squares with noise, whose largest curvature is 1."""
+    scales = np.sqrt(draw.uniform(0.1, 1.0, D))
+    scales[0] = 1.0
+    best = draw.standard_normal(D)
+
+    def gradient(w: np.ndarray, share: int) -> tuple[float, np.ndarray]:
+        x = draw.standard_normal((share, D)) * scales
+        off = x @ (w - best) + 0.3 * draw.standard_normal(share)
+        return float((off**2).mean() / 2), x.T @ off / share
+
+    return np.zeros(D), gradient
+
+
+def network(draw: np.random.Generator) -> tuple[np.ndarray, Gradient]:
+    """A start and the gradients of a ReLU network that tells classes apart: its loss is bounded."""
+    centres = 2.0 * draw.standard_normal((CLASSES, D))
+    shapes = (D, HIDDEN), (HIDDEN, CLASSES)
+    start = np.concatenate([(draw.standard_normal(s) / np.sqrt(s[0])).ravel() for s in shapes])
+
+    def gradient(w: np.ndarray, share: int) -> tuple[float, np.ndarray]:
+        first, second = w[: D * HIDDEN].reshape(shapes[0]), w[D * HIDDEN :].reshape(shapes[1])
+        of = draw.integers(CLASSES, size=share)
+        x = centres[of] + draw.standard_normal((share, D))
+        hidden = np.maximum(x @ first, 0.0)
+        scores = hidden @ second
+        p = np.exp(scores - scores.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        loss = float(-np.log(np.maximum(p[np.arange(share), of], 1e-30)).mean())
+        p[np.arange(share), of] -= 1.0
+        back = (p @ second.T) * (hidden > 0)
+        return loss, np.concatenate([(x.T @ back).ravel(), (hidden.T @ p).ravel()]) / share
+
+    return start, gradient
 
 
 def trained(
-    lr: float, seed: int, workers: int = 4, batches: int = 120, curvature: float = 1.0
+    lr: float, seed: int, workers: int = 4, batches: int = 120, problem: Problem = least_squares
 ) -> list[StepRecord]:
-    """Steps of workers in turn on least squares with noise; one worker is synchronous."""
+    """Steps of workers in turn; one worker is synchronous."""
     draw, share = np.random.default_rng(seed), BATCH // workers
-    scales = np.sqrt(curvature * draw.uniform(0.1, 1.0, D))
-    scales[0] = np.sqrt(curvature)
-    best, w = draw.standard_normal(D), np.zeros(D)
+    w, gradient = problem(draw)
     pulled, records = deque([w] * workers), list[StepRecord]()
     for k in range(batches * workers):
-        x = draw.standard_normal((share, D)) * scales
-        off = x @ (pulled.popleft() - best) + 0.3 * draw.standard_normal(share)
-        w = w - lr / workers * (x.T @ off / share)
+        loss, g = gradient(pulled.popleft(), share)
+        w = w - lr / workers * g
         pulled.append(w)
-        loss, end = float((off**2).mean() / 2), 1.0 + k
+        end = 1.0 + k
         step, version, late = k // workers, k + 1, min(k, workers - 1)
         spans = [("compute", k, end)]
         records.append(
@@ -52,6 +88,26 @@ def test_a_good_run_is_not_told(seed: int) -> None:
     draw = np.random.default_rng(seed)
     workers, share = int(draw.choice([1, 4, 16])), float(draw.uniform(0.02, 0.5))
     assert told(trained(share, seed, workers)) == ""
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("lr", [0.05, 0.3])
+def test_a_network_that_learns_is_not_told(lr: float, seed: int) -> None:
+    assert told(trained(lr, seed, problem=network)) == ""
+
+
+@pytest.mark.parametrize("lr", [2.0, 3.0, 10.0])
+def test_a_network_whose_loss_is_bounded_is_told_though_its_loss_rises_no_further(lr: float) -> None:
+    for seed in range(8):
+        text = told(trained(lr, seed, problem=network))
+        assert f"a learning rate of {lr:.3g} is too large for asp here" in text
+
+
+def test_a_loss_that_recovers_or_is_below_zero_is_not_told() -> None:
+    fell = [2.4, 2.3, 2.2, 2.1, 2.0, 5.5, 7.0, 6.5, 3.7, 1.7, 1.2, 0.9, 0.5, 0.4, 0.3, 0.3, 0.2, 0.2]
+    assert risen(fell) is None
+    assert risen(fell[:12]) is not None, "before it recovers"
+    assert risen([-5.0 + 0.5 * k for k in range(20)]) is None
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
