@@ -27,7 +27,7 @@ from torch import nn
 
 from pyps.solver import Line
 from pyps.solver.online.decide import Split, best_split, round_seconds
-from pyps.solver.online.global_batch import RankDevice, learning_rate_factor, next_split
+from pyps.solver.online.global_batch import BoundedCost, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.schedule import proportional_split, round_sizes
 from pyps.worker.data.sampling import permutation
@@ -37,7 +37,7 @@ COSTS = [Line(pace * FIXED_SECONDS, pace * SAMPLE_SECONDS) for pace in PACES]
 FIRST, FIXED, MEMORY = 32, (32, 64, 128, 256, 512), 0.95
 TARGET, RATE = 0.08, 0.2
 MOST_SAMPLES = 1.05
-DEVICES = [RankDevice(cost, 1, max(FIXED), 1) for cost in COSTS]
+DEVICES = [BoundedCost(cost, 1, max(FIXED), 1) for cost in COSTS]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from emulated_bus import Emulated
 from record import machine, milliseconds, others_share, save_table, seconds_of, table
 from torch import nn
 
@@ -27,7 +28,6 @@ from pyps.formats.records import read_run
 from pyps.profiler.throttle import sleep_until
 from pyps.run.spec import cores
 from pyps.worker.device import binding
-from pyps.worker.device.bus import Emulated
 
 LAYERS, WARM_UP = 8, 3
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

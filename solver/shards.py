@@ -23,10 +23,10 @@ from pyps.errors import InputError
 from pyps.formats import (
     MAX_BATCH,
     Cluster,
+    HeldBytes,
     Memory,
     PlanWorker,
     Profile,
-    RankBytes,
     Sharding,
     WorkerGroup,
     check_cluster,
@@ -191,7 +191,7 @@ def with_shares(workers: Sequence[PlanWorker], cards: Sequence[Card | None]) -> 
         else:
             share, whole = state.share, state.share * len(workers)
         parameters, gradients, optimizer = map(math.ceil, state.held(share))
-        bytes_ = RankBytes(
+        bytes_ = HeldBytes(
             fixed=max(0, card.memory.fixed_bytes - math.ceil(sum(state.held(state.share or 0.0)))),
             parameters=parameters,
             gradients=gradients,

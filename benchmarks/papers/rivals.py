@@ -24,7 +24,7 @@ from itertools import islice
 
 from pyps import Hyper
 from pyps.simulate import Objective, Result, Scenario, SimWorker
-from pyps.simulate.metrics import RankResult
+from pyps.simulate.metrics import SimulatedRank
 from pyps.simulate.problem import Vector
 from pyps.simulate.scenario import DeviceModel
 
@@ -258,7 +258,7 @@ def result(
     """Return the result as a simulation's; what the rivals have not is 0 or empty."""
     seconds, samples = training.seconds, training.samples
     ranks = tuple(
-        RankResult(w.name, w.batch, 0, 0, 0, 0.0, 0, min(own, seconds), 0.0, max(0.0, seconds - own))
+        SimulatedRank(w.name, w.batch, 0, 0, 0, 0.0, 0, min(own, seconds), 0.0, max(0.0, seconds - own))
         for w, own in zip(cluster.workers, busy, strict=True)
     )
     return Result(

@@ -27,7 +27,7 @@ class EvenSplit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seconds: Seconds | None = None
 
 
-class RankBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeldBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bytes that a rank of a sharded model holds at most, and its card's `memory`.
 
     fixed: what is neither the model's nor its samples'. activations: of a micro-batch.
@@ -81,7 +81,7 @@ class PlanWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch_multiple: Batch = 1
     mode: Mode | None = None
     share: Fraction | None = None
-    bytes: RankBytes | None = None
+    bytes: HeldBytes | None = None
     length_cost: LengthCost | None = None
 
     @property

@@ -21,7 +21,7 @@ SETUP_FILE = "run.json"
 VARIABLE = "PYPS_RUN"  # of a worker's environment: what its launcher says (pyps.worker.run.settings)
 
 
-class RankSetup(msgspec.Struct, frozen=True):
+class RankSpec(msgspec.Struct, frozen=True):
     """One rank: its planned batch (0: the plan does not have it), and the plan's seconds for a step of it.
 
     emulated: a throttle sets its pace, not the real device. compute_seconds, link_seconds: of the step's
@@ -57,7 +57,7 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     samples: Annotated[int, Meta(ge=0)]
     predicted_iteration_seconds: float | None
-    ranks: tuple[RankSetup, ...]
+    ranks: tuple[RankSpec, ...]
     turns: TurnSchedule | None = None
     plan_digest: str = ""
     cpus: Annotated[int, Meta(ge=0)] = 0

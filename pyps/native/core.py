@@ -14,7 +14,7 @@ from pyps.formats.plan import TurnSchedule
 from pyps.native import check, fill_policy_params, raised, turn_array, u32_array, unsigned
 from pyps.native.compiled import HAS_CORE, ffi, lib
 from pyps.native.decisions import Decision, EventKind, PolicyContext
-from pyps.native.status import RankCounters, rank_cost
+from pyps.native.status import PushCounts, rank_cost
 from pyps.native.values import Config, RankCost
 
 
@@ -117,11 +117,11 @@ class Core:
         """How far a pull of this slot's worker looks ahead, in global batches."""
         return float(lib.pyps_core_lookahead(self._core, slot))
 
-    def ranks(self) -> list[RankCounters]:
+    def ranks(self) -> list[PushCounts]:
         c = ffi.new("pyps_rank[]", self._ranks)
         check("ranks", lib.pyps_core_ranks(self._core, c, self._ranks))
-        names = [field.name for field in fields(RankCounters)]
-        return [RankCounters(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]
+        names = [field.name for field in fields(PushCounts)]
+        return [PushCounts(*(getattr(c[k], name) for name in names)) for k in range(self._ranks)]
 
     def costs(self) -> list[RankCost]:
         """Return what each rank's steps cost, as a store shows it."""

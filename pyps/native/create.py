@@ -18,7 +18,7 @@ from pyps.native import (
 )
 from pyps.native.compiled import ffi, lib
 from pyps.native.state import COUNTERS, VECTORS, RankHistory, StoreState
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.native.values import Config, DataSet, Tensor
 
 MAX_NAME_BYTES = 159  # char name[160] in pyps_tensor
@@ -111,7 +111,7 @@ def _ranges(what: str, ranges: tuple[tuple[int, int], ...]) -> Any:
 
 
 def _fill_rank(what: str, c: Any, rank: RankHistory) -> None:
-    for field in fields(RankCounters):
+    for field in fields(PushCounts):
         bits = 32 if field.name == "batch" else 64
         setattr(c.total, field.name, unsigned(what, field.name, getattr(rank.total, field.name), bits))
     for field in fields(RankHistory):

@@ -43,7 +43,7 @@ from pyps.native.create import create
 from pyps.native.decisions import Advice, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState, NewVector, StoreState, new_vector, read_state
-from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind, rank_cost
+from pyps.native.status import Member, MemberState, PushCounts, Status, WaitKind, rank_cost
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, skipping
 from pyps.native.values import (
     Claim,
@@ -376,11 +376,11 @@ class LocalBackend:
         check("members", lib.pyps_get_members(self.pointer, c, capacity, count))
         return [_member(c[k]) for k in range(min(count[0], capacity)) if c[k].id]
 
-    def ranks(self) -> list[RankCounters]:
+    def ranks(self) -> list[PushCounts]:
         ranks = self.status().ranks
         c = ffi.new("pyps_rank[]", ranks)
         check("ranks", lib.pyps_get_ranks(self.pointer, c, ranks))
-        return [RankCounters(**struct_values(RankCounters, c[k])) for k in range(ranks)]
+        return [PushCounts(**struct_values(PushCounts, c[k])) for k in range(ranks)]
 
     def costs(self) -> list[RankCost]:
         ranks = self.status().ranks

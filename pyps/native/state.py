@@ -11,7 +11,7 @@ import numpy as np
 from pyps.native import Pointer, check, hyper_values
 from pyps.native.compiled import ffi, lib
 from pyps.native.decisions import PolicyParams
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.native.values import Codec, DataSet, Flat, Hyper, Layout, Optimizer, Tensor
 
 # The optimizer's vectors of one number for each parameter, named as torch.optim names them.
@@ -46,7 +46,7 @@ class RankHistory:
     lag: steps that others took between its pulls and its pushes, a moving average of `lags` of them.
     """
 
-    total: RankCounters
+    total: PushCounts
     clock: int = 0
     interval: int = 0
     step_seconds: float = 0.0
@@ -182,7 +182,7 @@ def _read(store: Pointer, layout: Layout, tensors: tuple[Tensor, ...], c: Any, n
 
 
 def _rank_state(c: Any) -> RankHistory:
-    total = RankCounters(**{field.name: getattr(c.total, field.name) for field in fields(RankCounters)})
+    total = PushCounts(**{field.name: getattr(c.total, field.name) for field in fields(PushCounts)})
     structs = ("total", "data_set")
     own = {field.name: getattr(c, field.name) for field in fields(RankHistory) if field.name not in structs}
     data = {field.name: getattr(c.data_set, field.name) for field in fields(DataSet)}

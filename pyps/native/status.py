@@ -63,7 +63,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCounters:
+class PushCounts:
     """Hold what the workers of a rank have done; pushes and samples count what was admitted."""
 
     batch: int

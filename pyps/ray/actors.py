@@ -40,7 +40,7 @@ class Work:
     store: NearStore | ShardedStore
 
 
-class RankActor:
+class WorkerActor:
     """One rank's process."""
 
     def pid(self) -> int:

@@ -19,9 +19,10 @@ from itertools import chain
 from typing import Any
 
 from pyps.errors import InputError
+from pyps.formats.setup import RankSpec
 from pyps.metrics import Reading, Sink
 from pyps.native.decisions import SEVERAL_SERVERS, unmet
-from pyps.ray.actors import RankActor, Resources, Work, actor_options, check_resources, connected_ray
+from pyps.ray.actors import Resources, Work, WorkerActor, actor_options, check_resources, connected_ray
 from pyps.ray.servers import TRAINER, NearStore, ShardedStore, StoreActor, node_id
 from pyps.remote.address import CLIENT_TIMEOUT_SECONDS
 from pyps.report.report import Report
@@ -29,7 +30,6 @@ from pyps.run.launcher import OnNotice
 from pyps.run.main import run_prepared
 from pyps.run.options import RunOptions, StrPath
 from pyps.run.process import RankProcess
-from pyps.run.ranks import RankSpec
 from pyps.run.spec import RunSpec, prepare
 
 ONE_CPU: Resources = {"CPU": 1}
@@ -104,7 +104,7 @@ class Trainer:
                 index = spec.ranks.index(rank)
                 strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
                 options = actor_options(bundles[index])
-                actor = ray.remote(RankActor).options(scheduling_strategy=strategy, **options).remote()
+                actor = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options).remote()
                 return RayProcess(actor, self._work(spec, rank, store), spec.command[1])
 
             return run_prepared(spec, on_notice=on_notice, sinks=[RaySink()], start=start)
@@ -247,7 +247,7 @@ class RayProcess(RankProcess):
     is_here = False
 
     def __init__(self, actor: Any, work: Work, script: str) -> None:
-        """actor: a handle of a new RankActor. work: what it is to do. script: the file that errors name."""
+        """actor: a handle of a new WorkerActor. work: what it is to do. script: the file that errors name."""
         super().__init__(work.rank, script)
         self._ray = importlib.import_module("ray")
         self._actor, self._death = actor, ""

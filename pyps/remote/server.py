@@ -72,7 +72,7 @@ DOMAIN = "pyps"  # of the admitted keys
 
 @dataclass
 class Counters:
-    """Counts of a server; `bytes_in` and `bytes_out` are headers and numbers. faults: of its own."""
+    """Counts of a server. faults: of its own."""
 
     calls: int = 0
     repeated: int = 0
@@ -80,8 +80,6 @@ class Counters:
     timed_out: int = 0
     cut_off: int = 0
     faults: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
 
 
 class Server:
@@ -327,7 +325,6 @@ class Server:
         if connection is None or frame.more:
             self._refuse_parts(connection, frame)
             return
-        self.counters.bytes_in += len(frame)
         if connection.incoming is not None:  # if its key is revoked, the connection is cut
             self._add(connection, connection.incoming, frame)
             return
@@ -448,7 +445,6 @@ class Server:
         """Send to the first of these that has not ended, without waiting. What is returned for a reply with
         numbers tells when libzmq has sent it.
         """
-        self.counters.bytes_out += sum(len(frame) for frame in frames)
         track = len(frames) > 1
         for one in connections:
             try:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from pyps.formats.records import StepRecord
-from pyps.formats.setup import RankSetup
+from pyps.formats.setup import RankSpec
 from pyps.report.steps import PHASES, is_applied, phase_seconds
-from pyps.store.stragglers import RankPace, stragglers
+from pyps.store.stragglers import StepPace, stragglers
 
 OFTEN = 0.95  # a dynamic straggler has one such step in twenty
 ENOUGH = 20  # steps, for that
 
 
-def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[StepRecord]]) -> Iterator[str]:
+def straggler_lines(ranks: Sequence[RankSpec], records: Mapping[int, Sequence[StepRecord]]) -> Iterator[str]:
     """A line for each straggler. records: by rank."""
     trained = [rank for rank in ranks if any(map(is_applied, records[rank.rank]))]
     paces = [_pace(records[rank.rank]) for rank in trained]
@@ -31,7 +31,7 @@ def straggler_lines(ranks: Sequence[RankSetup], records: Mapping[int, Sequence[S
             yield f"rank {rank.rank} ({rank.name}): {kind}: its gradients are {versions}; {times}"
 
 
-def _pace(records: Sequence[StepRecord]) -> RankPace:
+def _pace(records: Sequence[StepRecord]) -> StepPace:
     """The usual step, and one of the worst: of too few the usual one. A step is long by those of its batch: a
     worker is not late that took over the samples of others.
     """
@@ -44,6 +44,6 @@ def _pace(records: Sequence[StepRecord]) -> RankPace:
         by_batch[record.samples].append(took)
     times = [took / np.median(by_batch[r.samples]) for r, took in zip(applied, seconds, strict=True)]
     if len(applied) < ENOUGH:
-        return RankPace(median, mean, median, mean)
+        return StepPace(median, mean, median, mean)
     worst = median * float(np.quantile(times, OFTEN))
-    return RankPace(median, mean, worst, float(np.quantile(versions, OFTEN)))
+    return StepPace(median, mean, worst, float(np.quantile(versions, OFTEN)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pyps.formats.events import RunEvent
 from pyps.formats.records import RunReader, StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
+from pyps.formats.setup import RankSpec, RunSetup
 from pyps.metrics import Reading, Sink
 from pyps.report.steps import PHASES, phase_seconds
 from pyps.store.activity import StoreActivity, activities, explain
@@ -32,7 +32,7 @@ FIELDS = ("loss", "samples_per_second", "iteration_seconds", "predicted_seconds"
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress:
+class LiveRank:
     """One rank: all its samples, and of the last seconds the means of its steps' phases, in seconds."""
 
     rank: int
@@ -68,7 +68,7 @@ class RunProgress:
     eta_seconds: float | None = None
     restarts: int = 0
     stalled: str = ""
-    ranks: tuple[RankProgress, ...] = ()
+    ranks: tuple[LiveRank, ...] = ()
 
 
 class Tracker:
@@ -207,12 +207,12 @@ class Tracker:
         reason = explain(activities(state, local=True), self._names) if state is not None else ""
         return f"no step for {quiet:.0f} s" + (f": {reason}" if reason else "")
 
-    def _rank(self, spec: RankSetup, state: StoreActivity | None) -> RankProgress:
+    def _rank(self, spec: RankSpec, state: StoreActivity | None) -> LiveRank:
         mine = [record for _, record in self._window if record.rank == spec.rank]
         phases: dict[str, float] = dict(zip(PHASES, map(_mean, phase_seconds(mine)), strict=True))
         total = sum(phases.values())
         known = state is not None and spec.rank < len(state.ranks)
-        return RankProgress(
+        return LiveRank(
             rank=spec.rank,
             name=spec.name,
             batch=state.ranks[spec.rank].batch if state is not None and known else spec.batch,

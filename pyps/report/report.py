@@ -20,7 +20,7 @@ import numpy as np
 from pyps.formats.events import RunEvent
 from pyps.formats.files import read_struct
 from pyps.formats.records import StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
+from pyps.formats.setup import RankSpec, RunSetup
 from pyps.report.late import straggler_lines
 from pyps.report.rate import rate_advice
 from pyps.report.ring import TurnsReport, turns_report
@@ -282,7 +282,7 @@ def _turns(setup: RunSetup, applied: Sequence[StepRecord]) -> TurnsReport | None
 
 
 def rank_report(
-    setup: RankSetup,
+    setup: RankSpec,
     mine: Sequence[StepRecord],
     events: Sequence[RunEvent],
     totals: StoreTotals,
@@ -377,7 +377,7 @@ def loading_advice(rank: RankReport, crowd: str = "") -> str:
 
 
 def prediction_advice(
-    measured_over_predicted: float | None, setups: Sequence[RankSetup], ranks: Sequence[RankReport]
+    measured_over_predicted: float | None, setups: Sequence[RankSpec], ranks: Sequence[RankReport]
 ) -> Iterator[str]:
     """Yield what to measure again if the run is far from the plan's prediction: compute is compared with
     planned compute, transfers with planned transfers. setups, ranks: of the same ranks.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyps.formats.records import SpanKind, StepRecord, split_spans
-from pyps.formats.setup import RankSetup
+from pyps.formats.setup import RankSpec
 from pyps.report.charts import Bar, Series, bars, lanes_chart, line_chart, share_bar, stacked
 from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.run_data import RunData
@@ -108,7 +108,7 @@ def _windows(
     ]
 
 
-def _shares_table(run: RunData, ranks: Sequence[RankSetup]) -> str:
+def _shares_table(run: RunData, ranks: Sequence[RankSpec]) -> str:
     """One bar a rank: where its time went, as a share."""
     rows = []
     for report in (r for r in run.report.ranks if r.rank in {rank.rank for rank in ranks}):
@@ -122,7 +122,7 @@ def _shares_table(run: RunData, ranks: Sequence[RankSetup]) -> str:
     return f'<h3>Where the time went</h3><div class="lanes">{"".join(rows)}</div>'
 
 
-def _lane(rank: RankSetup) -> str:
+def _lane(rank: RankSpec) -> str:
     return f"{rank.rank} {rank.name}"
 
 

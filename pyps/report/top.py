@@ -16,14 +16,14 @@ from pyps.errors import InputError, PypsError, SegmentNotFound
 from pyps.formats.events import EVENTS, read_events
 from pyps.formats.records import RunReader, StepRecord
 from pyps.formats.setup import SETUP_FILE, VARIABLE, RunSetup, read_setup
-from pyps.native.status import Member, RankCounters
+from pyps.native.status import Member, PushCounts
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.store.activity import Activity, StoreActivity, activities, look
 from pyps.store.policies import policy_name
 from pyps.store.segments import segments
 from pyps.store.store import Store
-from pyps.store.stragglers import RankPace, Straggler, StragglerKind, stragglers
+from pyps.store.stragglers import StepPace, Straggler, StragglerKind, stragglers
 
 RECENT_STEPS = 20  # of a rank, for means from its records
 
@@ -222,7 +222,7 @@ class StoreTop:
         )
 
     def _since(
-        self, member: Member | None, counters: RankCounters, moved: int
+        self, member: Member | None, counters: PushCounts, moved: int
     ) -> tuple[float, int, float, float | None]:
         """Seconds, bytes and waiting since the last look, or since the member joined; and samples a second
         since the last look: they are the rank's, of processes before this one too.
@@ -241,19 +241,19 @@ class StoreTop:
         return now - before.seconds, moved - before.moved, member.waited_seconds - before.waited, rate
 
 
-def _staleness(counters: RankCounters) -> float:
+def _staleness(counters: PushCounts) -> float:
     return counters.staleness_sum / counters.pushes if counters.pushes else 0.0
 
 
-def _pace(activity: Activity, state: StoreActivity) -> RankPace:
+def _pace(activity: Activity, state: StoreActivity) -> StepPace:
     """Return what a rank is judged by; of one that does not compute now, its past."""
     member, usual = activity.member, _staleness(state.ranks[activity.rank])
     if member is None:
-        return RankPace(versions=usual)
+        return StepPace(versions=usual)
     if activity.doing != "computing":
-        return RankPace(member.step_seconds, usual)
+        return StepPace(member.step_seconds, usual)
     behind = float(state.status.version - member.pulled_version)
-    return RankPace(member.step_seconds, usual, activity.seconds, behind)
+    return StepPace(member.step_seconds, usual, activity.seconds, behind)
 
 
 def find_stores(target: str | None) -> list[StoreTop]:

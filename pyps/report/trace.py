@@ -13,7 +13,7 @@ from typing import Any
 from pyps.formats.events import RunEvent
 from pyps.formats.options import MAX_DEPTH
 from pyps.formats.records import Span, StepRecord, split_spans
-from pyps.formats.setup import RankSetup
+from pyps.formats.setup import RankSpec
 
 MICROSECONDS = 1e6
 TRACKS = 100_000  # of one process; counted from 1, since Perfetto keeps thread 0 for the idle task
@@ -23,7 +23,7 @@ TRANSFER_TRACKS = MAX_DEPTH - 1
 
 
 def make_trace(
-    ranks: Sequence[RankSetup],
+    ranks: Sequence[RankSpec],
     records: Sequence[StepRecord],
     events: Sequence[RunEvent],
     *,

@@ -32,12 +32,12 @@ from pyps.errors import (
 )
 from pyps.formats.events import EventLog, read_undone
 from pyps.formats.records import record_path
+from pyps.formats.setup import RankSpec
 from pyps.remote.address import is_address
 from pyps.report.report import StoreTotals
 from pyps.run.checkpoints import Checkpointer
 from pyps.run.guard import Guard
 from pyps.run.process import RankProcess, Restarts, WorkerProcess, end_processes
-from pyps.run.ranks import RankSpec
 from pyps.run.rebalance import RunRebalancer, present_ranks
 from pyps.run.spec import RunSpec
 from pyps.run.store import RunStore

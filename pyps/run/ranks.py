@@ -9,13 +9,13 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
+from pyps.formats.setup import RankSpec
 from pyps.native.values import CostModel
 from pyps.profiler.fit import fit_points, predict_seconds
 from pyps.profiler.multiples import fit_at
@@ -31,19 +31,6 @@ from pyps.solver.systems.r2sp import r2sp_schedule
 from pyps.worker.run.settings import ThrottleSpec
 
 SAME_COST = 1e-3  # relative: fits of the same points on unlike machines
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """One rank of a run; `throttle` is None where the real device sets the pace."""
-
-    rank: int
-    name: str
-    batch: int
-    predicted_seconds: float | None
-    throttle: ThrottleSpec | None
-    compute_seconds: float | None = None
-    link_seconds: float = 0.0
 
 
 def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> list[ThrottleSpec | None]:
@@ -74,18 +61,24 @@ def throttles(plan: Plan, where: str, source: str | os.PathLike[str] | None) -> 
     return [specs[worker.name] for worker in plan.workers]
 
 
-def other_devices(plan: Plan, ranks: Sequence[RankSpec], source: str | os.PathLike[str] | None) -> list[str]:
-    """In what the devices of a run are not the plan's. source: as for `throttles`."""
-    used = [worker for worker in plan.workers if worker.batch > 0]
+def throttles_by_rank(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> dict[int, ThrottleSpec]:
+    """The throttle of each rank of the store that has one. specs: what `throttles` gave."""
+    used = [spec for worker, spec in zip(plan.workers, specs, strict=True) if worker.batch > 0]
+    return {rank: spec for rank, spec in enumerate(used) if spec is not None}
+
+
+def other_devices(
+    plan: Plan, specs: Sequence[ThrottleSpec | None], source: str | os.PathLike[str] | None
+) -> list[str]:
+    """In what the devices of a run are not the plan's. specs, source: what `throttles` gave, and for what."""
     if source is None:
-        emulated = any(worker.throttle != 1.0 for worker in used)
+        emulated = any(worker.throttle != 1.0 for worker in plan.workers if worker.batch > 0)
         return ["its devices are emulated ones: add --throttle-from plan"] if emulated else []
     found = []
-    for worker, rank in zip(used, ranks, strict=True):
-        fit = rank.throttle.fit if rank.throttle is not None else None
-        if fit is None or worker.fit is None:
+    for worker, spec in zip(plan.workers, specs, strict=True):
+        if not worker.batch or worker.fit is None or spec is None or spec.fit is None:
             continue
-        planned, now = (predict_seconds(one, worker.batch) for one in (worker.fit, fit))
+        planned, now = (predict_seconds(one, worker.batch) for one in (worker.fit, spec.fit))
         if not math.isclose(planned, now, rel_tol=SAME_COST):
             found.append(f"{worker.name}'s profile has changed since: {now / planned:.2f} times the seconds")
     return found
@@ -108,14 +101,14 @@ def rank_specs(plan: Plan, specs: Sequence[ThrottleSpec | None]) -> list[RankSpe
     for k, (w, spec) in enumerate(with_batch):
         seconds = w.predicted_seconds or None
         compute = planned_compute_seconds(w) if seconds else None
-        ranks.append(RankSpec(k, w.name, w.batch, seconds, spec, compute, w.link_seconds))
+        ranks.append(RankSpec(k, w.name, w.batch, seconds, spec is not None, compute, w.link_seconds))
     return ranks
 
 
 def new_rank(rank: int, profile: str | os.PathLike[str] | None) -> RankSpec:
     """A rank that the plan does not have, named after its device, or this machine."""
     name = read_profile(profile).device.name if profile is not None else socket.gethostname()
-    return RankSpec(rank, name, 0, None, None)
+    return RankSpec(rank, name, 0)
 
 
 def cost_model_of(profile: str | os.PathLike[str]) -> CostModel:

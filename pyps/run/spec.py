@@ -7,22 +7,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from pyps.errors import InputError
 from pyps.formats import Mode, Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
 from pyps.formats.files import encode, read_text
 from pyps.formats.plan import TurnSchedule, plan_turns
-from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup, read_setup
+from pyps.formats.setup import SETUP_FILE, RankSpec, RunSetup, read_setup
 from pyps.native.values import STAGING_BUFFERS, CostModel
 from pyps.remote import open_store
 from pyps.remote.address import is_address, parse_servers
 from pyps.run.options import RunOptions, StrPath, options_to_json
 from pyps.run.ranks import (
-    RankSpec,
     cost_model_of,
     even_plan,
     new_rank,
@@ -30,6 +31,7 @@ from pyps.run.ranks import (
     other_devices,
     rank_specs,
     throttles,
+    throttles_by_rank,
 )
 from pyps.run.resume import (
     Resumed,
@@ -45,7 +47,7 @@ from pyps.solver.constrained import paced_seconds
 from pyps.store.policies import Policy
 from pyps.store.store import Store
 from pyps.worker.run.mode import adapts, choices_of, departures, launched_mode, launched_policy
-from pyps.worker.run.settings import Settings
+from pyps.worker.run.settings import Settings, ThrottleSpec
 
 MAX_RANKS = 1000  # of any store
 ANEW = Resumed(None, None, None)
@@ -60,7 +62,7 @@ class RunSpec:
     """A run, ready to start: the same command for every rank, with the rank's settings in its environment.
 
     plan: as it is run; its file is `plan_path`.
-    ranks: those to start here.
+    ranks: those to start here. throttles: of the ranks whose pace the real device does not set.
     modes: of every rank.
     departures: in what they are not the plan's, so that its prediction does not hold. differences: in what
     the plan is not that of the cluster file whose devices are emulated.
@@ -74,6 +76,7 @@ class RunSpec:
     policy: Policy
     options: RunOptions
     ranks: tuple[RankSpec, ...]
+    throttles: Mapping[int, ThrottleSpec]
     modes: tuple[Mode, ...]
     departures: tuple[str, ...]
     differences: tuple[str, ...]
@@ -111,18 +114,9 @@ class RunSpec:
     @property
     def setup(self) -> RunSetup:
         """Return what reports need to know of it."""
-        ranks = [
-            RankSetup(
-                r.rank,
-                r.name,
-                r.batch,
-                None if self.departures else r.predicted_seconds,
-                r.throttle is not None,
-                r.compute_seconds,
-                r.link_seconds,
-            )
-            for r in self.ranks
-        ]
+        ranks = self.ranks
+        if self.departures:
+            ranks = tuple(msgspec.structs.replace(rank, predicted_seconds=None) for rank in ranks)
         return RunSetup(
             store=self.store,
             host=socket.gethostname(),
@@ -134,7 +128,7 @@ class RunSpec:
             predicted_iteration_seconds=None
             if self.departures
             else paced_seconds(self.plan, self.policy.pace),
-            ranks=tuple(ranks),
+            ranks=ranks,
             turns=self.turns,
             plan_digest=_digest(self.plan),
             cpus=len(os.sched_getaffinity(0)),
@@ -153,14 +147,14 @@ class RunSpec:
             seed=self.options.seed,
             allow_nonfinite=self.options.allow_nonfinite,
             staging_buffers=max(STAGING_BUFFERS, *self._depths()),
-            throttle=rank.throttle,
+            throttle=self.throttles.get(rank.rank),
             run_dir=self.run_dir,
             journal=self.journal,
             launched=True,
             resume=self.resumed.path,
             cost_model=self.cost_model if rank.batch == 0 else None,
             adapts=self._adapts(rank.rank),
-            threads=1 if rank.throttle else min(MOST_THREADS, max(1, cores() // len(self.ranks))),
+            threads=1 if rank.emulated else min(MOST_THREADS, max(1, cores() // len(self.ranks))),
         )
         settings = settings.with_plan(self.plan, self.plan_path).with_mode(self.modes[rank.rank])
         return replace(settings, micro_batch=self.options.micro_batch or settings.micro_batch)
@@ -179,7 +173,7 @@ class RunSpec:
         local_rank = self.ranks.index(rank)  # numbered as torchrun does
         env = os.environ | self.settings(rank).to_env()
         env |= {"LOCAL_RANK": str(local_rank), "PYTHONUNBUFFERED": "1"}
-        if rank.throttle is not None:
+        if rank.emulated:
             env |= {"OMP_NUM_THREADS": "1"}
         else:
             env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(self.ranks))))
@@ -212,9 +206,10 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
     store = _store_name(options.connect)
     resumed = find_resumed(options.resume) if options.resume is not None else ANEW
     check_unfinished(resumed, options.samples)
-    planned, ranks, where = _load_ranks(plan, resumed, options)
+    planned, specs, where = _load_plan(plan, resumed, options)
     if plan is None and options.policy is None and planned.run is not None:
         check_policy_named(planned.run.policy, where)
+    ranks = rank_specs(planned, specs)
     ranks_here = _ranks_to_start(ranks, options)
     policy = launched_policy(options, planned, where)
     if policy.needs.uses_turns:
@@ -231,10 +226,11 @@ def prepare(plan: StrPath | None, script: StrPath, options: RunOptions) -> RunSp
         policy=policy,
         options=options,
         ranks=tuple(ranks_here),
+        throttles=throttles_by_rank(planned, specs),
         modes=tuple(modes),
         departures=(
             *departures(planned, policy, by_rank),
-            *other_devices(planned, ranks, options.throttle_from),
+            *other_devices(planned, specs, options.throttle_from),
         ),
         differences=tuple(other_cluster(planned, options.throttle_from)),
         store=store,
@@ -279,10 +275,10 @@ def _store_name(connect: str | None) -> str:
     return connect
 
 
-def _load_ranks(
+def _load_plan(
     path: StrPath | None, resumed: Resumed, options: RunOptions
-) -> tuple[Plan, list[RankSpec], str]:
-    """The plan as it is run, all its ranks, and the plan's place for errors."""
+) -> tuple[Plan, list[ThrottleSpec | None], str]:
+    """The plan as it is run, the throttle of each of its workers, and its place for errors."""
     saved = resumed.checkpoint.plan if resumed.checkpoint is not None else None
     if path is None and saved is not None:
         plan, where = saved, f"{resumed.path}: plan"
@@ -293,7 +289,7 @@ def _load_ranks(
     specs = throttles(plan, where, options.throttle_from)
     if options.even and (path is not None or not _was_even(options.resume)):
         plan = even_plan(plan, where, [spec.fit if spec else None for spec in specs])
-    return plan, rank_specs(plan, specs), where
+    return plan, specs, where
 
 
 def _was_even(resume: StrPath | None) -> bool:

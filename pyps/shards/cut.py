@@ -18,7 +18,7 @@ from pyps.errors import InvalidArgument
 from pyps.native.create import MAX_DIMENSIONS
 from pyps.native.decisions import SEVERAL_SERVERS, PolicyParams, unmet
 from pyps.native.state import RankHistory, StateHeader, StoreState, split
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.native.values import Agreement, Config, Flat, Layout, Tensor
 from pyps.remote.parts import Extents
 from pyps.store.marks import mark, run_and_servers, sealed
@@ -258,7 +258,7 @@ def shard_state(
         policy_state=(0,) * len(header.policy_state),
         round_timeout_seconds=APPLIER.round_timeout_seconds,
         chunk_params=whole.chunk_params,
-        ranks=(RankHistory(RankCounters(1, 0, 0, 0, 0, 0, 0)),),
+        ranks=(RankHistory(PushCounts(1, 0, 0, 0, 0, 0, 0)),),
         tensors=tensors,
         steps=tuple(steps[group] for group in shard.groups),
         hyper=tuple(header.hyper[group] for group in shard.groups),

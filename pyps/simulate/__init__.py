@@ -4,7 +4,7 @@ result = simulate(scenario_of("cluster.toml"), "ssp:bound=4", iterations=100)
 """
 
 from pyps.simulate.faults import Fault
-from pyps.simulate.metrics import RankResult, Result
+from pyps.simulate.metrics import Result, SimulatedRank
 from pyps.simulate.problem import LocalOptimizer, Logistic, Objective, Quadratic, TorchObjective
 from pyps.simulate.run import compare, replay, simulate
 from pyps.simulate.scenario import Scenario, SimWorker, Slowdown, scenario_of
@@ -15,10 +15,10 @@ __all__ = [
     "Logistic",
     "Objective",
     "Quadratic",
-    "RankResult",
     "Result",
     "Scenario",
     "SimWorker",
+    "SimulatedRank",
     "Slowdown",
     "TorchObjective",
     "compare",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.simulate.scenario import Scenario
 from pyps.solver.online.mode import ModeChange
 
@@ -83,7 +83,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class RankResult:
+class SimulatedRank:
     """Hold what one rank did: pushes, samples, staleness and seconds of each kind.
 
     counted_seconds: of the compute time, that of admitted gradients. present_seconds: from its workers' joins
@@ -140,7 +140,7 @@ class Result:
     rounds: int
     samples: int
     iteration_seconds: float
-    ranks: tuple[RankResult, ...]
+    ranks: tuple[SimulatedRank, ...]
     staleness: dict[int, int]  # staleness -> pushes
     curve: tuple[tuple[float, int, float], ...]  # seconds, samples, loss
     loss: float
@@ -188,8 +188,8 @@ class Result:
 
 
 def rank_results(
-    scenario: Scenario, metrics: Metrics, counters: list[RankCounters]
-) -> tuple[RankResult, ...]:
+    scenario: Scenario, metrics: Metrics, counters: list[PushCounts]
+) -> tuple[SimulatedRank, ...]:
     """The result of each rank, from the engine's metrics and the core's counters."""
     results = []
     own = zip(metrics.counted, metrics.present, strict=True)
@@ -197,7 +197,7 @@ def rank_results(
         wait, pull, compute, push = (NANOSECOND * value for value in spent)
         mean = c.staleness_sum / c.pushes if c.pushes else 0.0
         results.append(
-            RankResult(
+            SimulatedRank(
                 name=w.name,
                 batch=w.batch,
                 pushes=c.pushes,

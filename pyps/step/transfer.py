@@ -71,10 +71,10 @@ class Done:
     skipped: bool = False
 
 
-TransferVerbs = Generator[Verb, Any, Done]
+Verbs = Generator[Verb, Any, Done]
 
 
-def transfer(ask: Ask) -> TransferVerbs:
+def transfer(ask: Ask) -> Verbs:
     """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
 
     A worker that is fenced after its push has pushed nonetheless, as
@@ -119,7 +119,7 @@ class Transfers:
     def __init__(self) -> None:
         self._failed: Exception | None = None
 
-    def steps(self, ask: Ask) -> TransferVerbs:
+    def steps(self, ask: Ask) -> Verbs:
         """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
         if ask.alone:
             return (yield from transfer(ask))
@@ -165,7 +165,7 @@ def claims_after(ask: Ask, start_ahead: Callable[[int | None], Claim]) -> Callab
     return claim
 
 
-def _run(steps: TransferVerbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
+def _run(steps: Verbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
     began, pushed = time.monotonic(), 0.0
     try:
         verb = next(steps)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.status import Member, MemberState, PushCounts, Status, WaitKind
 from pyps.native.values import Role
 from pyps.store.store import Store
 
@@ -34,7 +34,7 @@ class StoreActivity:
 
     status: Status
     members: tuple[Member, ...]
-    ranks: tuple[RankCounters, ...]
+    ranks: tuple[PushCounts, ...]
 
 
 def look(store: Store) -> StoreActivity:

@@ -21,7 +21,7 @@ from pyps.native import STORE_TIMEOUT
 from pyps.native.decisions import Advice, PolicyNeeds, PolicyParams
 from pyps.native.ranges import Ranges, Visitor
 from pyps.native.state import FlatState
-from pyps.native.status import Member, RankCounters, Status
+from pyps.native.status import Member, PushCounts, Status
 from pyps.native.transfer import FinishTransfer, TransferRequest
 from pyps.native.values import (
     Claim,
@@ -43,7 +43,6 @@ MAX_CALL_SECONDS = 3600.0  # no call over a link waits longer, whatever was aske
 Timeout = Annotated[float, Meta(ge=STORE_TIMEOUT, le=MAX_CALL_SECONDS)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Position = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-RankNumber = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 
 
 class Backend(Protocol):
@@ -88,7 +87,7 @@ class Backend(Protocol):
 
     # Taking part.
 
-    def join(self, role: Role, rank: RankNumber) -> int:
+    def join(self, role: Role, rank: Annotated[int, Meta(ge=-1, lt=1 << 31)]) -> int:
         """Become a participant; the rank, -1 for an observer. rank -1: the lowest that no live worker has.
 
         Raises Busy, StoreFull, InvalidArgument.
@@ -198,7 +197,7 @@ class Backend(Protocol):
     def members(self) -> list[Member]:
         """Every participant slot that was ever used, in slot order."""
 
-    def ranks(self) -> list[RankCounters]:
+    def ranks(self) -> list[PushCounts]:
         """Return what each rank has done, in rank order."""
 
     def costs(self) -> list[RankCost]:

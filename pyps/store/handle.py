@@ -32,7 +32,7 @@ from pyps.errors import (
 )
 from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.state import split
-from pyps.native.status import Member, RankCounters, Status
+from pyps.native.status import Member, PushCounts, Status
 from pyps.native.values import Flat, Hyper, PushRequest, RankCost, Traffic
 from pyps.store.backend import Backend
 from pyps.store.staging import StagingBuffer, check_request
@@ -191,7 +191,7 @@ class StoreHandle:
         with self._looks as backend:
             return backend.members()
 
-    def ranks(self) -> list[RankCounters]:
+    def ranks(self) -> list[PushCounts]:
         """Return what each rank has done, in rank order."""
         with self._looks as backend:
             return backend.ranks()

@@ -16,7 +16,7 @@ TIMES = 2.0  # as long, or as many versions late: less is no straggler
 
 
 @dataclass(frozen=True, slots=True)
-class RankPace:
+class StepPace:
     """A rank's steps. seconds: its usual step; seconds_now: the present one so far. versions: how late its
     gradients are, the mean; versions_now: the present one, so far. 0: not known.
     """
@@ -47,7 +47,7 @@ class Straggler:
             yield f"{self.by_time} straggler by time"
 
 
-def stragglers(paces: Sequence[RankPace], ranks: int, pushes: float = 1.0) -> list[Straggler]:
+def stragglers(paces: Sequence[StepPace], ranks: int, pushes: float = 1.0) -> list[Straggler]:
     """One for each pace. ranks: that train at present. pushes: that make a version, on average. So each of
     equal workers is (ranks - 1) / pushes versions late; by less than one version no rank is a straggler.
     """

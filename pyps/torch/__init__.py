@@ -9,7 +9,7 @@ from pyps.torch.adaptive import AdaptiveBatch
 from pyps.torch.check import Cause, GradientCheck, check_gradient
 from pyps.torch.checkpoint import load, save
 from pyps.torch.compose import UnevenStep, uneven
-from pyps.torch.decisions import Moves, RankState
+from pyps.torch.decisions import MeasuredRank, Moves
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.initial_split import agreed_split
 from pyps.torch.noise import GradientNoise
@@ -24,8 +24,8 @@ __all__ = [
     "GlobalMean",
     "GradientCheck",
     "GradientNoise",
+    "MeasuredRank",
     "Moves",
-    "RankState",
     "Rebalancer",
     "SplitChange",
     "UnevenBatchSampler",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pyps.errors import InputError
 from pyps.formats.files import learnt
-from pyps.solver.online.global_batch import RankDevice, Rule, learning_rate_factor, next_split
+from pyps.solver.online.global_batch import BoundedCost, Rule, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rebalance import Rebalancer
@@ -105,7 +105,7 @@ class AdaptiveBatch:
             self.history.append(sum(split))
         return self._sampler.next_batch
 
-    def _devices(self) -> list[RankDevice]:
+    def _devices(self) -> list[BoundedCost]:
         """Return those of all ranks with samples of their own, in each group of such ranks the same."""
         mean = self._balance.mean
         every: list[Any] = [None] * len(self._sampler.split)

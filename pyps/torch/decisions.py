@@ -49,12 +49,12 @@ class WindowReport(msgspec.Struct, frozen=True):
 class SplitDecision(msgspec.Struct, frozen=True):
     """Hold what all ranks read: the state of each rank, and the change of the split if there is one."""
 
-    states: list[RankState]
+    states: list[MeasuredRank]
     change: SplitChange | None = None
     idle: str = ""  # why nothing could be moved
 
 
-class RankState(msgspec.Struct, frozen=True):
+class MeasuredRank(msgspec.Struct, frozen=True):
     """One rank in the latest window.
 
     seconds: of its own part of a step. slowdown: its time now over its time at first. waiting: the share of a
@@ -152,10 +152,10 @@ def _start(reports: Sequence[WindowReport], lead: int, per_step: int) -> RoundIn
     return (epoch + 1, 0) if trained + lead <= rounds else None
 
 
-def _states(readings: Sequence[DeviceReading], held: Sequence[int]) -> list[RankState]:
+def _states(readings: Sequence[DeviceReading], held: Sequence[int]) -> list[MeasuredRank]:
     seconds = [r.seconds if r.seconds is not None else r.estimate.cost.seconds(r.batch) for r in readings]
     longest = max(seconds)
     return [
-        RankState(k, reading.batch, own, reading.estimate.level, 1 - own / longest, most)
+        MeasuredRank(k, reading.batch, own, reading.estimate.level, 1 - own / longest, most)
         for k, (reading, own, most) in enumerate(zip(readings, seconds, held, strict=True))
     ]

@@ -38,10 +38,10 @@ from pyps.solver.costs import Cost
 from pyps.solver.online.balancer import Balancer
 from pyps.solver.online.decide import SplitChange
 from pyps.solver.online.device import BalancedDevice, Bounds
-from pyps.solver.online.global_batch import RankDevice
+from pyps.solver.online.global_batch import BoundedCost
 from pyps.solver.online.state import DeviceState
 from pyps.solver.ranks import prior_of
-from pyps.torch.decisions import USUAL, Moves, RankState, SplitDecision, SplitDecisions
+from pyps.torch.decisions import USUAL, MeasuredRank, Moves, SplitDecision, SplitDecisions
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds
@@ -97,7 +97,7 @@ class Rebalancer:
         least = max(least if sampler.batch >= least else sampler.least, min_batch)
         prior, self._bounds = _agreed_prior(consensus, sampler, profile, (least, max_batch, batch_multiple))
         _warn_of_another_model(profile, mean)
-        self.states: list[RankState] = []
+        self.states: list[MeasuredRank] = []
         self.observers: list[Callable[[Rebalancer], None]] = []
         self.steps = 0
         self.latest: tuple[int, float] | None = None  # the last step that was measured: batch and seconds
@@ -155,10 +155,10 @@ class Rebalancer:
         self.timer.start()
 
     @property
-    def device(self) -> RankDevice:
+    def device(self) -> BoundedCost:
         """Return what a step costs this rank's device now, and the bounds of its batch."""
         bounds = self._bounds
-        return RankDevice(self._device.online.cost, bounds.least_multiple, bounds.most, bounds.multiple)
+        return BoundedCost(self._device.online.cost, bounds.least_multiple, bounds.most, bounds.multiple)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of this device and of earlier changes, for a Rebalancer of as many ranks."""

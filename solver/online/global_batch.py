@@ -25,7 +25,7 @@ LEAST_GAIN = 0.02  # relative, of the goodput: a smaller one is not worth anothe
 
 
 @dataclass(frozen=True)
-class RankDevice:
+class BoundedCost:
     """A rank: what a step costs it, and its bounds."""
 
     cost: Cost
@@ -49,7 +49,7 @@ def learning_rate_factor(rule: Rule, base_batch: int, global_batch: int, noise_s
 
 def next_split(
     split: Split,
-    devices: Sequence[RankDevice],
+    devices: Sequence[BoundedCost],
     statistical: StatisticalEfficiency,
     most: int,
     overhead_seconds: float,
@@ -83,7 +83,7 @@ def next_split(
     return best if not enough or goodput(best) > goodput(split) * (1 + LEAST_GAIN) else split
 
 
-def _split_of(total: int, devices: Sequence[RankDevice]) -> Split | None:
+def _split_of(total: int, devices: Sequence[BoundedCost]) -> Split | None:
     multiple = max(device.batch_multiple for device in devices)
     try:
         return best_split(

@@ -8,7 +8,7 @@ import msgspec
 
 from pyps.formats import EvenSplit, HpsEstimate, Plan, PlannedRun, PlanWorker, R2spSchedule
 from pyps.formats.records import Span, StepRecord
-from pyps.formats.setup import RankSetup, RunSetup
+from pyps.formats.setup import RankSpec, RunSetup
 
 
 def make_plan(batches: Sequence[int] = (5, 3), throttle: float = 1.0, feasible: bool = True) -> Plan:
@@ -64,7 +64,7 @@ def make_ring(workers: int) -> R2spSchedule:
 
 def make_setup(batches: Mapping[int, int], names: Sequence[str] = (), **changes: object) -> RunSetup:
     """The setup of a synchronous run of ranks with these batches, by rank; `changes`: of its fields."""
-    ranks = tuple(RankSetup(k, names[k] if names else f"device-{k}", b, 0.1) for k, b in batches.items())
+    ranks = tuple(RankSpec(k, names[k] if names else f"device-{k}", b, 0.1) for k, b in batches.items())
     setup = RunSetup(
         store="s",
         host="here",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from pyps.formats import Plan
-from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.status import Member, MemberState, PushCounts, Status, WaitKind
 from pyps.native.values import CostModel, RankCost, Role
 from pyps.run.rebalance import Replan, RunRebalancer, present_ranks
 from pyps.store.activity import StoreActivity
@@ -137,7 +137,7 @@ class VirtualRounds:
 
     def state(self) -> StoreActivity:
         members = [_member(k, rank) for k, rank in enumerate(self.ranks) if rank.worker]
-        ranks = [RankCounters(r.batch, r.pushes, r.samples, 0, 0, 0, 0) for r in self.ranks]
+        ranks = [PushCounts(r.batch, r.pushes, r.samples, 0, 0, 0, 0) for r in self.ranks]
         status = Status(0, self.round, self.round, self.plans, sum(self.assigned), 0, 0, True)
         return StoreActivity(status, tuple(members), tuple(ranks))
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from running import Outcome
 from trained import BATCHES, GLOBAL_BATCH, LENGTH, SAMPLES, SEED
 
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.simulate import Result
 from pyps.worker.data.sampling import indices
 
@@ -133,7 +133,7 @@ def _simulated(cell: Cell, outcome: Outcome) -> Iterator[str]:
         yield f"the parameters are {off:.2g} off the simulation's, of a way of {way:.2g}"
 
 
-def _same_counters(ranks: list[RankCounters], result: Result, lags: bool) -> Iterator[str]:
+def _same_counters(ranks: list[PushCounts], result: Result, lags: bool) -> Iterator[str]:
     for number, (here, there) in enumerate(zip(ranks, result.ranks, strict=True)):
         staleness = round(there.staleness_mean * there.pushes)
         pairs = {

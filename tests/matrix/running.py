@@ -31,7 +31,7 @@ from pyps.checkpoint.state import save
 from pyps.errors import PypsError
 from pyps.formats.mode import Mode
 from pyps.formats.records import StepRecord, read_run
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.native.values import Replay
 from pyps.remote import open_store
 from pyps.simulate import replay
@@ -73,8 +73,8 @@ class Outcome:
     late: bool = False
     fault: str = ""
     simulated: Simulated | None = None
-    there: tuple[list[RankCounters], Vector] | None = None
-    ranks: list[RankCounters] = field(default_factory=list)
+    there: tuple[list[PushCounts], Vector] | None = None
+    ranks: list[PushCounts] = field(default_factory=list)
     parameters: Vector = field(default_factory=lambda: np.zeros(0, np.float32))
     records: list[StepRecord] = field(default_factory=list)
     journals: list[Replay] = field(default_factory=list)

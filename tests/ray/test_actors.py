@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pyps.ray.actors import RankActor, Work
+from pyps.ray.actors import Work, WorkerActor
 from pyps.run.launcher import restore_signals
 
 
@@ -36,6 +36,6 @@ def test_a_handler_that_was_not_set_from_python_is_not_put_back(
     monkeypatch.setattr("pyps.ray.actors.node_id", lambda: "here")
     monkeypatch.setattr("pyps.ray.actors.NOTICE_SECONDS", 60.0)
     monkeypatch.setattr("signal.signal", outside)
-    assert RankActor().train(work) == (0, "")
+    assert WorkerActor().train(work) == (0, "")
     restore_signals({signal.SIGHUP: None, signal.SIGINT: outside})
     assert (trained, taken) == ([1], [signal.SIG_DFL, signal.SIG_DFL, signal.SIG_DFL, outside])

@@ -19,7 +19,7 @@ from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import RecordWriter, Span, StepRecord, record_path
-from pyps.formats.setup import SETUP_FILE, RankSetup, RunSetup
+from pyps.formats.setup import SETUP_FILE, RankSpec, RunSetup
 from pyps.report.page import bottleneck, make_page
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.run_data import load_run
@@ -159,7 +159,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_many_ranks_stay_small(tmp_path: Path) -> None:
-    ranks = tuple(RankSetup(k, f"device-{k}", 4, 0.1) for k in range(100))
+    ranks = tuple(RankSpec(k, f"device-{k}", 4, 0.1) for k in range(100))
     one = [r for r in steps(30) if r.rank == 0]
     records = [msgspec.structs.replace(r, rank=k, pid=k) for k in range(100) for r in one[:20]]
     folder = make_run(tmp_path / "many", records, msgspec.structs.replace(setup_of(), ranks=ranks))

@@ -7,7 +7,7 @@ import pytest
 from run_tools import make_record, make_setup
 
 from pyps.formats.records import StepRecord
-from pyps.native.status import Member, MemberState, RankCounters, Status, WaitKind
+from pyps.native.status import Member, MemberState, PushCounts, Status, WaitKind
 from pyps.native.values import Role
 from pyps.report.progress import RunProgress, Tracker
 from pyps.store.activity import StoreActivity, activities, explain
@@ -41,7 +41,7 @@ def member(rank: int, **changes: object) -> Member:
 
 def state(*members: Member, samples: tuple[int, ...] = (0, 0), all_joined: bool = True) -> StoreActivity:
     status = Status(9, 5, 5, 0, sum(samples), 0, len(members), all_joined)
-    ranks = tuple(RankCounters(b, 5, n, 0, 0, 0, 0) for b, n in zip(BATCHES, samples, strict=True))
+    ranks = tuple(PushCounts(b, 5, n, 0, 0, 0, 0) for b, n in zip(BATCHES, samples, strict=True))
     return StoreActivity(status, members, ranks)
 
 

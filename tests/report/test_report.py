@@ -17,7 +17,7 @@ from pyps.formats.events import RunEvent
 from pyps.formats.mode import Mode
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span, StepRecord
-from pyps.formats.setup import RankSetup
+from pyps.formats.setup import RankSpec
 from pyps.report.late import straggler_lines
 from pyps.report.report import (
     Report,
@@ -348,7 +348,7 @@ def test_a_slow_loader_is_named_with_what_to_change(
         spans: list[Span] = [("data", step, step + data), ("compute", step + data, step + data + compute)]
         made = make_record(0, step, 8, spans)
         records.append(msgspec.structs.replace(made, loader_seconds=loader, loader_workers=workers))
-    advice = loading_advice(rank_report(RankSetup(0, "old", 8), records, [], StoreTotals(), (0.0, 1.0)))
+    advice = loading_advice(rank_report(RankSpec(0, "old", 8), records, [], StoreTotals(), (0.0, 1.0)))
     assert says in advice
     assert bool(says) == advice.startswith(f"rank 0 (old) waits {data * 1e3:.1f} ms a step for data")
 
@@ -384,7 +384,7 @@ def test_a_run_far_from_its_prediction_says_what_to_measure(
 ) -> None:
     spans: list[Span] = [("compute", 0.0, 0.04), ("push", 0.04, 0.04 + transfer)]
     records = [make_record(0, step, 8, spans) for step in range(4)]
-    setup = RankSetup(0, "old", 8, predicted_seconds=predicted, compute_seconds=predicted)
+    setup = RankSpec(0, "old", 8, predicted_seconds=predicted, compute_seconds=predicted)
     rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
     advice = list(prediction_advice(ratio, [setup], [rank]))
     assert [line.startswith(says) for line in advice] == [True] * bool(says)
@@ -404,7 +404,7 @@ def test_planned_transfers_are_no_compute_that_is_missing(
     """A step's prediction has its transfers: its compute alone is compared with that of the plan."""
     spans: list[Span] = [("compute", 0.0, 0.04), ("push", 0.04, 0.04 + transfer)]
     records = [make_record(0, step, 8, spans) for step in range(4)]
-    setup = RankSetup(0, "old", 8, 0.04 + planned_link, compute_seconds=0.04, link_seconds=planned_link)
+    setup = RankSpec(0, "old", 8, 0.04 + planned_link, compute_seconds=0.04, link_seconds=planned_link)
     rank = rank_report(setup, records, [], StoreTotals(), (0.0, 1.0))
     for ratio in (0.4, 2.1):
         advice = list(prediction_advice(ratio, [setup], [rank]))
@@ -429,7 +429,7 @@ def test_a_starved_cpu_is_named_as_the_cause() -> None:
     """Not the number of loader processes alone, which would be fewer or more of the same."""
     spans: list[Span] = [("data", 0.0, 0.02), ("compute", 0.02, 0.06)]
     record = msgspec.structs.replace(make_record(0, 0, 8, spans), loader_seconds=0.005, loader_workers=2)
-    rank = rank_report(RankSetup(0, "old", 8), [record], [], StoreTotals(), (0.0, 1.0))
+    rank = rank_report(RankSpec(0, "old", 8), [record], [], StoreTotals(), (0.0, 1.0))
     assert "num_workers=0" in loading_advice(rank, crowding(make_setup({0: 8}, cpus=3), [rank]))
     crowd = crowding(make_setup({0: 8}, cpus=2), [rank])
     assert crowd == "3 processes share 2 CPU cores"
@@ -483,4 +483,4 @@ def stragglers_of(*ranks: list[tuple[int, float]]) -> list[str]:
         ]
         for rank, steps in enumerate(ranks)
     }
-    return [*straggler_lines([RankSetup(k, f"w{k}", 5) for k in records], records)]
+    return [*straggler_lines([RankSpec(k, f"w{k}", 5) for k in records], records)]

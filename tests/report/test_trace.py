@@ -17,10 +17,10 @@ from pyps.formats import encode
 from pyps.formats.events import RunEvent
 from pyps.formats.options import MAX_DEPTH
 from pyps.formats.records import RecordWriter, Span, StepRecord, read_records
-from pyps.formats.setup import RankSetup
+from pyps.formats.setup import RankSpec
 from pyps.report.trace import make_trace
 
-RANKS = [RankSetup(0, "v100", 20, 0.1), RankSetup(1, "t4", 8, 0.1)]
+RANKS = [RankSpec(0, "v100", 20, 0.1), RankSpec(1, "t4", 8, 0.1)]
 EVENTS = [
     RunEvent("started", 99.0, 1.7e9, 0, 4001),
     RunEvent("died", 101.5, 1.7e9, 1, 4002, detail="killed by SIGKILL"),

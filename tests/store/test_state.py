@@ -20,7 +20,7 @@ from pyps.native import check
 from pyps.native.decisions import PolicyParams
 from pyps.native.local import LocalBackend
 from pyps.native.state import VECTORS, RankHistory, StateHeader, StoreState
-from pyps.native.status import RankCounters
+from pyps.native.status import PushCounts
 from pyps.native.values import Codec, Encoding, Hyper, Optimizer, Tensor
 from pyps.remote import create_store, open_store
 from pyps.remote.server import Server
@@ -318,7 +318,7 @@ def test_no_header_breaks_a_store(
     shm: Path, version: int, assigned: int, ranges: Any, words: Any, policy: int, mean: float
 ) -> None:
     """It is refused, or the store works: its workers get samples within the limit."""
-    ranks = tuple(RankHistory(RankCounters(n, 0, 0, 0, 0, 0, 0), step_seconds=mean) for n in BATCHES)
+    ranks = tuple(RankHistory(PushCounts(n, 0, 0, 0, 0, 0, 0), step_seconds=mean) for n in BATCHES)
     tensors = (Tensor("w", (3,)),)
     header = StateHeader(
         version=version,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pyps.formats import Jitter
 from pyps.simulate import Scenario, SimWorker, simulate
-from pyps.store.stragglers import RankPace, Straggler, stragglers
+from pyps.store.stragglers import StepPace, Straggler, stragglers
 
 
 def of_run(seconds: list[float], policy: str) -> list[Straggler]:
@@ -18,7 +18,7 @@ def of_run(seconds: list[float], policy: str) -> list[Straggler]:
         for k, t in enumerate(seconds)
     )
     result = simulate(Scenario(workers), policy, iterations=50, seed=1)
-    paces = [RankPace(t, rank.staleness_mean) for t, rank in zip(seconds, result.ranks, strict=True)]
+    paces = [StepPace(t, rank.staleness_mean) for t, rank in zip(seconds, result.ranks, strict=True)]
     pushes = sum(rank.pushes for rank in result.ranks) / result.versions
     return stragglers(paces, len(seconds), pushes)
 
@@ -36,7 +36,7 @@ def test_so_they_do_where_a_version_takes_several_pushes(policy: str) -> None:
 
 
 def test_less_than_a_version_is_not_late() -> None:
-    rounds = [RankPace(1.0, 0.4), RankPace(1.0, 0.1, 1.0, 1.0)]
+    rounds = [StepPace(1.0, 0.4), StepPace(1.0, 0.1, 1.0, 1.0)]
     assert stragglers(rounds, 2, pushes=2.0) == [Straggler()] * 2
 
 
@@ -51,10 +51,10 @@ def test_where_all_wait_they_show_by_time_alone(policy: str) -> None:
 
 
 def test_a_dynamic_straggler_is_late_by_its_own_measure() -> None:
-    usual = RankPace(1.0, 3.0)
-    paces = [usual, usual, usual, RankPace(1.0, 3.0, seconds_now=4.0, versions_now=12.0)]
+    usual = StepPace(1.0, 3.0)
+    paces = [usual, usual, usual, StepPace(1.0, 3.0, seconds_now=4.0, versions_now=12.0)]
     assert stragglers(paces, 4) == [Straggler()] * 3 + [Straggler("dynamic", "dynamic")]
-    waits = RankPace(1.0, 3.0, seconds_now=1.9, versions_now=6.0)
+    waits = StepPace(1.0, 3.0, seconds_now=1.9, versions_now=6.0)
     assert stragglers([usual, usual, usual, waits], 4)[3] == Straggler(), "twice is no straggler yet"
 
 
@@ -67,13 +67,13 @@ def test_words() -> None:
 
 @given(st.lists(st.tuples(*[st.floats(0.0, 1e6)] * 4), min_size=1, max_size=6), st.floats(0.01, 100.0))
 def test_units_of_time_and_order_do_not_matter(numbers: list[tuple[float, ...]], unit: float) -> None:
-    paces = [RankPace(*row) for row in numbers]
+    paces = [StepPace(*row) for row in numbers]
     found = stragglers(paces, len(paces))
     assert stragglers(paces[::-1], len(paces)) == found[::-1]
     binary = 2.0 ** round(unit)
-    scaled = [RankPace(p.seconds * binary, p.versions, p.seconds_now * binary, p.versions_now) for p in paces]
+    scaled = [StepPace(p.seconds * binary, p.versions, p.seconds_now * binary, p.versions_now) for p in paces]
     assert stragglers(scaled, len(paces)) == found
 
 
 def test_a_rank_without_a_step_is_none() -> None:
-    assert stragglers([RankPace(1.0, 1.0), RankPace(0.0, 0.0, 50.0, 50.0)], 2)[1] == Straggler()
+    assert stragglers([StepPace(1.0, 1.0), StepPace(0.0, 0.0, 50.0, 50.0)], 2)[1] == Straggler()

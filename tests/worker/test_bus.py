@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_bus import Emulated
 from torch import nn
 from worker_tools import OPTIMIZERS, SAMPLES, X, Y, backward, loss_of
 
@@ -14,7 +15,7 @@ from pyps.native import local
 from pyps.native.values import PushRequest, PushResult
 from pyps.worker.device import binding
 from pyps.worker.device.binding import Binding
-from pyps.worker.device.bus import Bus, Emulated, greatest_of
+from pyps.worker.device.bus import Bus, greatest_of
 from pyps.worker.step import attached
 from pyps.worker.step.loop import Worker, join
 from pyps.worker.step.step import Step

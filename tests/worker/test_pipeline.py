@@ -194,10 +194,10 @@ def test_the_period_is_the_longer_of_compute_and_transfer(
 
 
 def test_the_trace_has_a_track_for_transfers(shm: Path, tmp_path: Path) -> None:
-    from pyps.formats.setup import RankSetup
+    from pyps.formats.setup import RankSpec
 
     records = timed(shm, tmp_path, 0.0, 0.0, depth="auto")
-    rows = make_trace([RankSetup(0, "a", 10)], records, [])["traceEvents"]
+    rows = make_trace([RankSpec(0, "a", 10)], records, [])["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     kinds = {(names[row["tid"]], row["name"]) for row in rows if row["ph"] == "X"}
     assert ("rank 0: transfers", "push") in kinds
