@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from remote_tools import process
 from shard_tools import CHUNK, ONE, SILENCE, backend, make, only_value, push, serving
 
 from pyps.errors import InvalidArgument, StoreError
@@ -247,6 +249,50 @@ def test_a_worker_removes_what_has_lost_a_shard_and_no_other_key_does(shm: Path,
         assert not first._shards.is_head
         with pytest.raises(InvalidArgument, match="no head"):
             remove("worker")
+
+
+SERVED = """
+import sys
+from pyps.remote.server import Server
+with Server("model", keys=sys.argv[1], home=sys.argv[2] or None) as server:
+    print(server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.promise("A server that was started anew does not know the maker")
+def test_a_server_started_anew_takes_any_key_that_is_not_bound_for_the_maker(tmp_path: Path) -> None:
+    keys, folders = tmp_path / "keys", (tmp_path / "home", tmp_path / "far")
+    for name, ranks in (("maker", None), ("bound", [0]), ("idle", None)):
+        KeyFolder.open(keys).add(name, ranks)
+    for folder in folders:
+        folder.mkdir()
+
+    def serve(folder: Path, home: str = "") -> AbstractContextManager[subprocess.Popen[str]]:
+        return process(SERVED, str(keys), home, PYPS_SHM_DIR=str(folder))
+
+    def remove(name: str) -> None:
+        with closing(Client(parse_servers(f"{address}?keys={keys / name}.key")[0])) as client:
+            client.call(REMOVE_HEAD(PROTOCOL, "model", run))
+
+    with serve(folders[0]) as home:
+        address = said_by(home)
+        with serve(folders[1], f"{address}?keys={keys / 'maker.key'}") as far:
+            hosts = f"{address.removesuffix('/model')},{said_by(far).removeprefix('tcp://')}"
+            with make(f"{hosts}?keys={keys / 'maker.key'}") as store:
+                run = backend(store)._cut.run
+    with serve(folders[0]) as home:  # both were killed, and one comes again
+        address = said_by(home)
+        with pytest.raises(InvalidArgument, match="remove"):
+            remove("bound")
+        remove("idle")
+        with pytest.raises(InvalidArgument, match="no head"):
+            remove("idle")
+
+
+def said_by(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    return server.stdout.readline().strip()
 
 
 def two_servers(stack: ExitStack, keys: Path) -> tuple[Server, Server]:
