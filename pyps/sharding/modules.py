@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
 from operator import or_
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -35,8 +36,8 @@ from pyps.sharding.elementwise import check_elementwise
 from pyps.sharding.flat import Reduction, agree, world
 from pyps.sharding.gradient import PieceGradients
 from pyps.sharding.layout import SharesLike, read_shares
-from pyps.sharding.state import Owned, cut_state, parts_of
-from pyps.sharding.state_dicts import owned_by
+from pyps.sharding.state import OWNER, Owned, cut_state, parts_of, whole_of
+from pyps.sharding.state_dicts import owned_by, pieces_state
 from pyps.sharding.unit import ShardedVector, ShardUnit
 
 CALL = "shard"
@@ -88,10 +89,15 @@ def shard(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise InputError as an optimizer first steps pieces, if that differs from whole parameters. From then
-    on its state dict has TensorParts, as the model's.
+    """Raise InputError as an optimizer first steps pieces, if that differs from whole parameters, or if it
+    has whole ones, which get no gradients. From then on its state dict has TensorParts, as the model's.
     """
     if optimizer not in _checked:
+        every = (getattr(p, OWNER, None) for group in optimizer.param_groups for p in group["params"])
+        early = next((one for one in every if one is not None and isinstance(one.flat, ShardedVector)), None)
+        if early is not None:
+            found = "a parameter of before shard()"
+            raise InputError(CALL, f"optimizer, {early.name}", found, "an optimizer made after shard()")
         if owned_by(optimizer):
             check_elementwise(CALL, optimizer)
             optimizer.register_state_dict_post_hook(lambda own, state: parts_of(state, owned_by(own)))
@@ -100,6 +106,56 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def shard_blocks(model: torch.nn.Module, shares: SharesLike, **options: Any) -> torch.nn.Module:
+    """Shard a model's blocks, then the model: those that it names in `_no_split_modules`, as transformers'
+    do, or else what its lists and sequences of modules hold. A model with a sharded block keeps to these.
+    """
+    known = getattr(model, "_no_split_modules", None) or ()
+    if not any(unit_of(module) is not None for module in model.modules()):
+        for block in _blocks(model, set(known)):
+            shard(block, shares, **options)
+    return shard(model, shares, **options)
+
+
+def _blocks(module: torch.nn.Module, known: set[str]) -> Iterator[torch.nn.Module]:
+    """Yield the outermost blocks that have parameters."""
+    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    for child in module.children():
+        if type(child).__name__ in known if known else is_list and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _blocks(child, known)
+
+
+def take_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that was made before shard() this rank's pieces in place of whole parameters.
+
+    As shard_optimizer() does, it adds consolidate_state_dict(), after which state_dict() is whole. Raises
+    InputError for an optimizer that would step pieces otherwise than whole parameters.
+    """
+    for group in optimizer.param_groups:
+        owned: list[Owned | None] = [getattr(p, OWNER, None) for p in group["params"]]
+        for p, one in zip(group["params"], owned, strict=True):
+            if one is not None and p in optimizer.state:
+                optimizer.state[one.piece] = one.cut(optimizer.state.pop(p))
+        pairs = zip(group["params"], owned, strict=True)
+        group["params"] = [p if one is None else one.piece for p, one in pairs]
+    if not owned_by(optimizer):
+        return
+    _check_optimizer(optimizer)
+    whole: list[dict[str, Any]] = []
+
+    def consolidate(own: torch.optim.Optimizer, to: int | None = 0) -> None:
+        whole[:] = [whole_of(pieces_state(own), owned_by(own), to)]
+
+    def state_dict(own: torch.optim.Optimizer) -> dict[str, Any]:
+        return (whole.pop() if whole else None) or type(own).state_dict(own)
+
+    own: Any = optimizer
+    own.consolidate_state_dict = MethodType(consolidate, optimizer)
+    own.state_dict = MethodType(state_dict, optimizer)
 
 
 def unit_of(module: torch.nn.Module) -> ShardUnit | None:
@@ -170,7 +226,8 @@ class ShardedRun:
     """The state that units of a model share: where the passes are, and what ranks have agreed on.
 
     units: of the model, the root last. computing: whether a pass of the model runs now. is_last: whether
-    the next backward pass reduces gradients that were held. waits: a context for waits, of timers.
+    the next backward pass reduces gradients that were held. ends_round: whether a GlobalMean weighs what has
+    added up when it is over. waits: a context for waits, of timers.
     """
 
     def __init__(
@@ -185,7 +242,7 @@ class ShardedRun:
         self.units, self.root, self.group, self.shares = units, units[-1], group, shares
         self.ranks = dist.get_world_size(group)
         self.waits: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.computing, self.is_last = False, True
+        self.computing, self.is_last, self.ends_round = False, True, True
         self.watchers: list[Any] = []
         self._prefetches, self._timeout = prefetch, timeout
         self._reduce_dtype = getattr(mp_policy, "reduce_dtype", None)

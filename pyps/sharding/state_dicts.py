@@ -32,8 +32,10 @@ def whole_state_dict(owner: Sharded) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for flat in dict.fromkeys(part.owned.flat for part in parts.values()):
         of_flat = {name: part for name, part in parts.items() if part.owned.flat is flat}
-        whole = gathered_wholes(flat, {part.owned.k: part for part in of_flat.values()})
-        found |= {name: whole(part.owned.k) for name, part in of_flat.items()}
+        pieces = {part.owned.k: part for part in of_flat.values()}
+        whole = gathered_wholes(flat, pieces)
+        tensors = {k: whole(k) for k in pieces}  # one for all names of a tied parameter
+        found |= {name: tensors[part.owned.k] for name, part in of_flat.items()}
     return {name: found.get(name, value) for name, value in state.items()}
 
 

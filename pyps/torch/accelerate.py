@@ -16,6 +16,7 @@ import copy
 import math
 from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from pyps.errors import InputError
+from pyps.sharding.modules import unit_of
+from pyps.torch.accelerate_shards import load_weights, shard_models
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.wrapped import BY_VIEWS
@@ -40,15 +43,15 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator for DDP on unlike devices; with one process it is a plain one.
 
     Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. With `shares` save_state()
-    gathers the optimizers' whole state in each rank's RAM. Raises InputError for dispatched batches, a second
-    shuffled loader, and FSDP.
+    gathers the optimizers' whole state in each rank's RAM, and with stage=3 the models'. Raises InputError
+    for dispatched batches, a second shuffled loader, and FSDP.
     """
 
     dataloader_config: Any  # Accelerator's
     ddp_handler: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.run = UnevenRun(options, shares=options.pop("shares", None))
+        self.run = UnevenRun(options, shares=options.pop("shares", None), stage=options.pop("stage", 1))
         loading = copy.copy(options.pop("dataloader_config", None)) or DataLoaderConfiguration()
         if loading.dispatch_batches:
             raise InputError(
@@ -63,7 +66,9 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
             raise InputError("UnevenAccelerator", "distributed_type", found, "DDP; FSDP2 is for GlobalMean")
         self._counts: deque[torch.Tensor] = deque(maxlen=4)  # that were gathered since the last round
         self.register_save_state_pre_hook(self._save_run)  # what is registered as an object is a pickle
-        self.register_load_state_pre_hook(lambda _, folder: self.run.load(folder))
+        self.register_load_state_pre_hook(self._load_run)
+        if self.num_processes > 1 and self.run.stage == 3:
+            shard_models(self, self.run)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepare as Accelerator does; all ranks call it together."""
@@ -78,6 +83,14 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         each = self.project_configuration.save_on_each_node
         if self.run.sampler is not None:
             self.run.save(folder, writes=self.is_local_main_process if each else self.is_main_process)
+
+    def _load_run(self, models: list[Any], folder: str) -> None:
+        """Load what Accelerate does not: what it loads of models stays in the list."""
+        for number, model in enumerate(models.copy()):
+            if unit_of(model) is not None:
+                load_weights(model, Path(folder), number)
+                models.remove(model)
+        self.run.load(folder)
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
         if self.num_processes == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -97,7 +110,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(self, *arguments: Any, **options: Any) -> Any:
         model = super().prepare_model(*arguments, **options)
         ddp = getattr(model, "_orig_mod", model)
-        if isinstance(ddp, DistributedDataParallel) and not any(ddp is one for one in self.run.models):
+        is_trained = isinstance(ddp, DistributedDataParallel) or unit_of(ddp) is not None
+        if is_trained and not any(ddp is one for one in self.run.models):
             self.run.add(ddp, self.scaler)
         return model
 

@@ -48,13 +48,20 @@ class UnevenRun:
     reduction, wire: as in GlobalMean.
     counts_anew: whether the library calls this process's first epoch 0, also where a run goes on.
     shares: of the optimizers' state that each rank holds, as in shard_optimizer, for libraries that save it.
+    stage: 3 for shares of the parameters and gradients, too, as in shard(); Accelerate and Trainer have it.
 
     `sampler`, `mean` and `balance` are None until all that they need was prepared.
     """
 
-    def __init__(self, options: dict[str, Any], counts_anew: bool = False, shares: Any = None) -> None:
+    def __init__(
+        self, options: dict[str, Any], counts_anew: bool = False, shares: Any = None, stage: int = 1
+    ) -> None:
         self.options = {name: options.pop(name, usual) for name, usual in OPTIONS.items()}
-        self.counts_anew, self.shares = counts_anew, shares
+        self.counts_anew, self.shares, self.stage = counts_anew, shares, stage
+        if stage not in (1, 3):
+            raise InputError("shares", "stage", repr(stage), "1 (the optimizer's state) or 3 (all)")
+        if stage == 3 and shares is None:
+            raise InputError("shares", "stage", "3 without shares", "shares=, of the ranks or a plan's")
         self.sampler: UnevenBatchSampler | None = None
         self.loader: Any = None
         self.models: list[torch.nn.Module] = []
@@ -69,7 +76,7 @@ class UnevenRun:
     def again(self) -> UnevenRun:
         """A new run with the same options; this one ends."""
         self.close()
-        return UnevenRun(dict(self.options), self.counts_anew, self.shares)
+        return UnevenRun(dict(self.options), self.counts_anew, self.shares, self.stage)
 
     def close(self) -> None:
         """Let go of what was made."""
@@ -84,7 +91,7 @@ class UnevenRun:
     def shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this rank's share of an optimizer's state alone, if there are shares; once."""
         inner = getattr(optimizer, "optimizer", optimizer)
-        if self.shares is not None and sharded_optimizer(inner) is None:
+        if self.shares is not None and self.stage == 1 and sharded_optimizer(inner) is None:
             shard_optimizer(inner, self.shares)
 
     def connect(self) -> None:

@@ -27,6 +27,9 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from pyps.errors import InputError
+from pyps.sharding import whole_state_dict
+from pyps.sharding.modules import unit_of
+from pyps.torch.accelerate_shards import shard_models
 from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
 from pyps.torch.wrapped import BY_VIEWS
 from pyps.worker.step.terms import Term, terms_of
@@ -42,7 +45,8 @@ class UnevenTraining:
     """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        self.run = UnevenRun(options, shares=options.pop("shares", None))
+        self.run = UnevenRun(options, shares=options.pop("shares", None), stage=options.pop("stage", 1))
+        self._whole: Any = None  # a sharded model's state, while it is saved
         self._by_items: dict[Any, bool] = {}  # what a loss of these terms is, once it was looked at
         self._items: Any = None  # of the round, in all ranks' batches
         self._part: Any = None  # of the round's loss, where it is in parts
@@ -56,6 +60,22 @@ class UnevenTraining:
         self.accelerator.backward = partial(self._uneven_backward, self.accelerator.backward)
         inner = self.accelerator.prepare_optimizer
         self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, inner)
+        if self.args.world_size > 1 and self.run.stage == 3:
+            shard_models(self.accelerator, self.run)
+
+    def _move_model_to_device(self: Any, model: Any, device: Any) -> None:
+        """Move it as Trainer does, unless shard() will move this rank's share of it."""
+        if self.args.world_size == 1 or self.run.stage == 1:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def save_model(self: Any, *arguments: Any, **options: Any) -> None:
+        """Save as Trainer does; with stage=3 all ranks call it."""
+        self._whole = None if unit_of(self.model) is None else whole_state_dict(self.model)
+        super().save_model(*arguments, **options)  # type: ignore[misc]
+        self._whole = None
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _prepare_optimizer(self: Any, inner: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         """Accelerator.prepare_optimizer(), when the model is on its device."""
@@ -131,7 +151,7 @@ class UnevenTraining:
 
     def _add(self: Any, model: Any) -> None:
         ddp = getattr(model, "_orig_mod", model)
-        if not isinstance(ddp, DistributedDataParallel):
+        if not isinstance(ddp, DistributedDataParallel) and unit_of(ddp) is None:
             raise InputError("UnevenTrainer", "model", type(ddp).__name__, "DistributedDataParallel")
         self.run.add(ddp, self.accelerator.scaler)
         self.run.connect()

@@ -19,7 +19,7 @@ class WrappedShards(Wrapped):
     is_ddp = False
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.run, self._syncs = run_of(model), True
+        self.run = run_of(model)
         first = self.run.owned[0].piece
         super().__init__(model, self.run.group, first.device)
 
@@ -42,7 +42,7 @@ class WrappedShards(Wrapped):
         return {id(p) for p in (*self.reduced(), *wholes)}
 
     def reduces(self) -> bool:
-        return self._syncs
+        return self.run.ends_round
 
     def refused(self) -> InputError | None:
         return None
@@ -55,13 +55,13 @@ class WrappedShards(Wrapped):
         """Each pass is reduced as it ends, and adds up on owners; ranks with unlike numbers of passes hold
         the parameters, and their gradients, until the last.
         """
-        self._syncs, self.run.is_last = last, last or not whole
+        self.run.ends_round, self.run.is_last = last, last or not whole
         if whole:
             self.run.hold_all()
         try:
             yield
         finally:
-            self._syncs = True
+            self.run.ends_round = True
             if whole and last:
                 self.run.let_all_go()
 

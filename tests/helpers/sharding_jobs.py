@@ -587,6 +587,10 @@ def module_refusals(group: dist.ProcessGroup) -> dict[str, str]:
     said("Adafactor", torch.optim.Adafactor(norm.parameters()).step)
     said("LBFGS", lambda: torch.optim.LBFGS(norm.parameters()).step(lambda: torch.zeros(())))
     said("by norm", ByNorm(norm.parameters()).step)
+    early = Net()
+    before = torch.optim.SGD(early.parameters(), lr=0.1)
+    sharded(early, [0.5, 0.5], group)
+    said("made before", before.step)
     lonely = sharded(Net(), [0.5, 0.5], group, **options)
     lonely(x)
     if rank == 1:

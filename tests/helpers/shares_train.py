@@ -1,6 +1,7 @@
-"""Ranks under Accelerate, transformers or Lightning with shares of the optimizer's state; prints JSON.
+"""Ranks under Accelerate, transformers or Lightning with shares; prints JSON.
 
-LIBRARY: which. A run with shares, one without, and ones with other shares that go on from a checkpoint.
+LIBRARY: which. STAGE: what is shared. A run with shares, one without, and ones with other shares that go on
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,23 +21,52 @@ SAVED = 4  # the step after which a checkpoint is written, at the end of an epoc
 WITHIN = 6  # the same, in the midst of one
 EVERY = 2  # steps, of which both are multiples
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning removes it
-Run = tuple[list[torch.Tensor], float]  # parameters, and the elements of AdamW's state on this rank
+STAGE = int(os.environ.get("STAGE", "1"))
+EVALUATED = 50  # samples, after training
+# Parameters and the loss of an evaluation; the elements that this rank holds.
+Run = tuple[list[torch.Tensor], float]
 
 
-def _held(optimizer: Any) -> float:
-    return float(sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.ndim))
+def _held(optimizer: Any, model: Any = None) -> float:
+    """Return the elements of AdamW's state on this rank, at stage 3 of the parameters, too."""
+    found = [v.numel() for values in optimizer.state.values() for v in values.values() if v.ndim]
+    if STAGE == 3:
+        found += [p.numel() for p in model.parameters()]
+    return float(sum(found))
+
+
+class Tied(torch.nn.Module):
+    """Layers of which two share their weights, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.blocks = torch.nn.Linear(6, 6), torch.nn.ModuleList([checks.model()])
+        self.last = torch.nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks[0](self.last(torch.tanh(self.first(x))))
+        return found
+
+
+def _options(shares: list[float] | None) -> dict[str, Any]:
+    stage = {"stage": STAGE} if shares is not None and STAGE != 1 else {}
+    return {"plan": SPLIT, "rebalance": False, "shares": shares, **stage}
 
 
 def accelerate(shares: list[float] | None, folder: str, loads: int) -> Run:
     from pyps.torch.accelerate import UnevenAccelerator
 
-    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
-    accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=PARTS, **options)
+    accelerator = UnevenAccelerator(cpu=True, gradient_accumulation_steps=PARTS, **_options(shares))
     torch.manual_seed(3)
-    model = checks.model()
+    model = Tied() if STAGE == 3 else checks.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    loader = DataLoader(checks.data(), batch_size=24, shuffle=True)
+    loader = DataLoader(
+        checks.data(), batch_size=24, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if loads:
         accelerator.load_state(folder)
@@ -53,7 +83,13 @@ def accelerate(shares: list[float] | None, folder: str, loads: int) -> Run:
             steps += accelerator.sync_gradients
         if steps == SAVED and shares == SHARES:
             accelerator.save_state(folder)
-    return checks.state_of(accelerator.unwrap_model(model)), _held(optimizer.optimizer)
+    even = accelerator.prepare(DataLoader(checks.data(EVALUATED), batch_size=16))
+    with torch.no_grad():
+        parts = [
+            accelerator.gather_for_metrics((model(inputs) - targets).square()) for inputs, targets, _ in even
+        ]
+    state = accelerator.get_state_dict(model)
+    return [*state.values(), torch.cat(parts).mean()], _held(optimizer.optimizer, model)
 
 
 def transformers(shares: list[float] | None, folder: str, loads: int) -> Run:
@@ -75,10 +111,13 @@ def transformers(shares: list[float] | None, folder: str, loads: int) -> Run:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
-    trainer = UnevenTrainer(Mean(), arguments, train_dataset=Rows(), **options)
+    trainer = UnevenTrainer(
+        Mean(), arguments, train_dataset=Rows(), eval_dataset=Rows(EVALUATED), **_options(shares)
+    )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{loads}" if loads else None)
-    return checks.state_of(trainer.model), _held(trainer.optimizer.optimizer)
+    evaluated = torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64)
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return [*state.values(), evaluated], _held(trainer.optimizer.optimizer, trainer.model)
 
 
 def in_lightning(shares: list[float] | None, folder: str, loads: int) -> Run:
@@ -101,11 +140,10 @@ def in_lightning(shares: list[float] | None, folder: str, loads: int) -> Run:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    options: dict[str, Any] = {"plan": SPLIT, "rebalance": False, "shares": shares}
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
     module = Module()
     trainer = lightning.Trainer(
-        strategy=UnevenStrategy(process_group_backend="gloo", **options),
+        strategy=UnevenStrategy(process_group_backend="gloo", **_options(shares)),
         accelerator="cpu",
         devices=RANKS,
         max_epochs=EPOCHS,

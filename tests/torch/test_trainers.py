@@ -86,12 +86,19 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "library", ["accelerate", "lightning", pytest.param("transformers", marks=pytest.mark.thorough)]
+    ("library", "stage"),
+    [
+        ("accelerate", 1),
+        ("accelerate", 3),
+        ("lightning", 1),
+        pytest.param("transformers", 1, marks=pytest.mark.thorough),
+        ("transformers", 3),
+    ],
 )
-def test_shares_of_the_optimizers_state(tmp_path: Path, library: str) -> None:
+def test_shares(tmp_path: Path, library: str, stage: int) -> None:
     """A run is that without shares, and goes on with other shares from the library's own checkpoint."""
     pytest.importorskip(library)
-    ranks = trained("shares_train.py", tmp_path, LIBRARY=library)
+    ranks = trained("shares_train.py", tmp_path, LIBRARY=library, STAGE=str(stage))
     for k, found in enumerate(ranks):
         assert max(found["off"], found["resumed"]) < EXACT
         assert found["held"] == pytest.approx([(0.75, 0.25)[k], (0.1, 0.9)[k]], abs=0.01)
