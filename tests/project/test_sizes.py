@@ -22,12 +22,14 @@ MOST = {
     "pyps/remote": 4_209,  # a flood of connections does not hold the loop up: 7 more
     "pyps/report": 2_575,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
     "pyps/run": 2_369,
+    "pyps/sharding": 1_819,  # blocks that are found, and optimizers that were made before: 59 more
     "pyps/shards": 2_316,
     "pyps/simulate": 3_082,  # ways that shard by memory: 19 more
     "pyps/step": 946,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
     "pyps/store": 2_352,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
-    "pyps/torch": 7_185,  # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33
+    # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 122
+    "pyps/torch": 7_307,
     "pyps/worker": 7_752,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_406,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_619,  # the cost of lengths: 71 more
