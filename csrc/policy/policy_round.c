@@ -9,7 +9,6 @@
  * are sized is this implementation's choice: the abstract says no more than that.
  */
 #include <math.h>
-#include <string.h>
 
 #include "policy/policy.h"
 

@@ -54,7 +54,7 @@ static bool step_block(const pyps_store *s, const struct chunk_step *c, uint32_t
     step.gradient = s->ticket.kind == TICKET_ROUND
                         ? ticket_gradient(s, from, step.length, gradient)
                         : staging_gradient(s, slot, staging, codec, from, step.length, gradient);
-    step.copy = c->streams ? s->stream_to + from : NULL;
+    step.copy = c->streams ? s->stream.to + from : NULL;
     return take_step(s, c, &step, from, offset);
 }
 
@@ -82,7 +82,7 @@ static void step_run(const pyps_store *s, const struct chunk_step *c, struct run
         return;
     }
     struct step step = step_on(s, c, (uint32_t)from, (uint32_t)(run.end - run.first));
-    step.copy = c->streams ? s->stream_to + run.first : NULL;
+    step.copy = c->streams ? s->stream.to + run.first : NULL;
     averaged_step(s, &step, c->hyper->lr, run.first);
 }
 
@@ -106,7 +106,7 @@ static struct chunk_step chunk_step(const pyps_store *s, uint32_t chunk, uint32_
     struct chunk_step c = {.chunk = chunk, .old = old, .hyper = &staged->hyper[s->chunks[chunk].group]};
     float scale = ticket->kind == TICKET_ROUND ? 1.0f : staged->scale * ticket->scale;
     if (next->hyper.clip_norm > 0) scale *= norm_factor(s->norm, next->hyper.clip_norm);
-    c.exchanged = s->stream_to && ticket->number == s->stream_ticket && !ticket_is_ranged(s);
+    c.exchanged = s->stream.to && ticket->number == s->stream.ticket && !ticket_is_ranged(s);
     c.streams = c.exchanged && !chunk_has_halves(s, chunk);
     c.constants = kernels_constants(s->geometry.optimizer, &next->hyper, scale, next->before + ticket->before,
                                     ticket->part);
@@ -138,8 +138,8 @@ static void compute_next(const pyps_store *s, uint32_t chunk, uint32_t old) {
     kernels_leave(&callers);
     *buffer_header(s, s->private_buffer) = next;
     if (!c.exchanged) return;
-    if (!c.streams) chunk_look(s, chunk, s->private_buffer, s->stream_to);
-    else memset(s->stream_to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream_to);
+    if (!c.streams) chunk_look(s, chunk, s->private_buffer, s->stream.to);
+    else memset(s->stream.to + at + length, 0, (s->geometry.chunk_params - length) * sizeof *s->stream.to);
     chunk_arrived(s, chunk, ticket->number);
 }
 

@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "store/segment.h"
 
@@ -41,8 +40,7 @@ struct crew {
 /* Its own slot and caches stay. All else that a job reads of its handle is the worker's at the time of the call. */
 static void brief(const pyps_store *s, struct hand *hand, uint32_t number) {
     pyps_store *h = &hand->store;
-    h->own = s->own, h->lookahead = s->lookahead;
-    h->stream_to = s->stream_to, h->stream_ticket = s->stream_ticket, h->arrivals = s->arrivals;
+    h->own = s->own, h->lookahead = s->lookahead, h->stream = s->stream;
     h->journal = s->journal, h->journal_file = s->journal_file;
     h->hand = number;
 }

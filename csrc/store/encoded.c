@@ -10,7 +10,6 @@
  * A new worker takes a slot whose residual is still needed only if no other is free; that residual is then
  * dropped and counted.
  */
-#include <math.h>
 #include <string.h>
 
 #include "store/gradients.h"

@@ -4,9 +4,9 @@
 
 static int exchange(pyps_store *s, const pyps_push_args *args, float *flat, pyps_push_result *out,
                     uint64_t *version_out) {
-    s->stream_to = (uintptr_t)flat % 16 ? NULL : flat, s->stream_ticket = 0;
+    s->stream.to = (uintptr_t)flat % 16 ? NULL : flat, s->stream.ticket = 0;
     int rc = pyps_push(s, args, out);
-    s->stream_to = NULL;
+    s->stream.to = NULL;
     if (!rc) rc = lookahead_set(s);
     kernels_chosen()->copied();
     return rc ? rc : chunks_copy(s, flat, out->version, version_out);

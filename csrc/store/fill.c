@@ -1,5 +1,4 @@
 /* fill.c: what a push writes into its staging buffer: all that apply reads. */
-#include <math.h>
 #include <string.h>
 
 #include "store/push.h"

@@ -70,8 +70,7 @@ int staging_allocate_codes(pyps_store *s, uint32_t staging, uint64_t bytes);
 int staging_allocate_averaged(pyps_store *s,
                               uint32_t staging); /* averaged tensors, which are never encoded */
 int residual_allocate(pyps_store *s, uint32_t name);
-void staging_forget_memory(pyps_store *s); /* the handle knows of none any more */
-void staging_give_back(pyps_store *s);     /* all but headers, of buffers that no process reads */
+void staging_give_back(pyps_store *s); /* all but headers, of buffers that no process reads */
 /* Gives up the current step: takes back every staging buffer but those that wait in a round. */
 void staging_abandon(pyps_store *s);
 /* Of a push that timed out in a round: no call will wait for that round. */

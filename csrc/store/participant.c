@@ -14,8 +14,8 @@
 static bool staging_is_needed(pyps_store *s, const struct member *before) {
     bool needed = before->staged;
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
-        s->staging_ticket[staging] = before->staging_ticket[staging];
-        uint64_t ticket = s->staging_ticket[staging];
+        s->own_staging[staging].ticket = before->staging_ticket[staging];
+        uint64_t ticket = s->own_staging[staging].ticket;
         needed |= ticket > s->complete_version || (ticket && staging_has_reader(s, ticket));
     }
     return needed;
@@ -122,11 +122,10 @@ static int take_over(pyps_store *s, enum purpose purpose, int rank, enum taste t
 static void reset_membership(pyps_store *s) {
     reading_drop(s);
     s->slot = s->private_view = s->private_buffer = NONE;
-    s->id = 0, s->rank = -1, s->in_round = false, s->complete_version = 0, s->ticket.number = 0;
-    memset(s->staging_ticket, 0, sizeof s->staging_ticket);
-    memset(s->staging_taken, 0, sizeof s->staging_taken);
-    staging_forget_memory(s);
-    s->parked = 0, s->turn_opened_at = s->turn_waited = 0, s->claimed_at = s->own.ticket = 0;
+    s->id = 0, s->rank = -1, s->round.pending = false, s->complete_version = 0, s->ticket.number = 0;
+    memset(s->own_staging, 0, sizeof s->own_staging);
+    s->residuals_allocated = s->parked = 0, s->turn.opened_at = s->turn.waited = 0,
+    s->claimed_at = s->own.ticket = 0;
 }
 
 static int enter(pyps_store *s, int role, int rank) {

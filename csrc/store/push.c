@@ -1,15 +1,15 @@
 /* push.c: a worker's step: start, stage, push; a push gets a ticket or goes into a round.
  *
- * A staging buffer is free when the caller does not have it (staging_taken), every chunk has the ticket that
- * it last went into (complete_version >= staging_ticket), and no helper reads it (staging_has_reader). The
+ * A staging buffer is free when the caller does not have it (taken), every chunk has the ticket that
+ * it last went into (complete_version >= ticket), and no helper reads it (staging_has_reader). The
  * fields that say so, and what sets them:
  *
- *   in the handle
- *     staging_taken     set by stage; cleared at the end of its push, and by staging_abandon
- *     in_round          a push waits for the round with round_staging; until finish_round or staging_park
+ *   in the handle, of own_staging and round
+ *     taken             set by stage; cleared at the end of its push, and by staging_abandon
+ *     round.pending     a push waits for the round with round.staging; until finish_round or staging_park
  *     parked            it waits in a round but no call waits for that round (softsync, or a push given up
  *                       by start or abandon); until release_parked finds that the view says otherwise
- *     staging_ticket    its last ticket: by push, finish_round and release_parked; at a join from the view
+ *     ticket            its last ticket: by push, finish_round and release_parked; at a join from the view
  *     complete_version  by chunks_follow; never goes back
  *   in the view
  *     staged            it waits in the open round: by stage (view_round.c), until close_round
@@ -17,7 +17,6 @@
  *     ticket            the member's last one, which finish_round reads: by the same two
  */
 #include <math.h>
-#include <string.h>
 
 #include "store/push.h"
 
@@ -59,8 +58,8 @@ static int release_parked(pyps_store *s) {
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
         if (!(s->parked >> staging & 1) || m->staged >> staging & 1) continue;
         s->parked &= ~(1u << staging);
-        s->staging_ticket[staging] = m->staging_ticket[staging];
-        s->staging_taken[staging] = false;
+        s->own_staging[staging].ticket = m->staging_ticket[staging];
+        s->own_staging[staging].taken = false;
     }
     uint64_t version = v->version;
     view_unpin(s);
@@ -70,9 +69,9 @@ static int release_parked(pyps_store *s) {
 /* Can this one be filled? Not while it is taken, or read by a helper. */
 static int staging_is_free(pyps_store *s, uint32_t staging, bool *free_out) {
     *free_out = false;
-    if (s->staging_taken[staging]) return PYPS_OK;
-    int rc = chunks_complete(s, s->staging_ticket[staging]);
-    bool read = s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging]);
+    if (s->own_staging[staging].taken) return PYPS_OK;
+    int rc = chunks_complete(s, s->own_staging[staging].ticket);
+    bool read = s->own_staging[staging].ticket && staging_has_reader(s, s->own_staging[staging].ticket);
     *free_out = !rc && !read;
     return rc;
 }
@@ -84,9 +83,9 @@ static int find_staging(pyps_store *s, uint32_t *taken_out, uint32_t *staging_ou
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++) {
         int rc = staging_is_free(s, staging, &is_free);
         if (rc) return rc;
-        *taken_out += s->staging_taken[staging];
+        *taken_out += s->own_staging[staging].taken;
         if (!is_free) continue;
-        s->staging_taken[staging] = true;
+        s->own_staging[staging].taken = true;
         *staging_out = staging;
         return PYPS_OK;
     }
@@ -98,7 +97,7 @@ static uint64_t process_that_reads(const pyps_store *s) {
     for (uint32_t slot = 0; slot < s->geometry.max_participants; slot++) {
         uint64_t ticket = load_seq(&s->slots[slot].ticket_hazard);
         for (uint32_t staging = 0; ticket && staging < s->geometry.staging_buffers; staging++)
-            if (s->staging_ticket[staging] == ticket) return load_relaxed(&s->slots[slot].process);
+            if (s->own_staging[staging].ticket == ticket) return load_relaxed(&s->slots[slot].process);
     }
     return 0;
 }
@@ -141,14 +140,14 @@ static bool hyper_is_in_range(const pyps_hyper *h) {
 }
 
 static int check_args(const pyps_store *s, const pyps_push_args *a) {
-    if (a->staging >= s->geometry.staging_buffers || !s->staging_taken[a->staging] ||
+    if (a->staging >= s->geometry.staging_buffers || !s->own_staging[a->staging].taken ||
         s->parked >> a->staging & 1)
         return fail(PYPS_EINVAL, "push: staging: found %u; expected one that pyps_stage returned",
                     a->staging);
-    if (s->in_round && a->staging != s->round_staging)
+    if (s->round.pending && a->staging != s->round.staging)
         return fail(PYPS_EINVAL,
                     "push: staging: found %u; expected %u, whose round an earlier push waited for",
-                    a->staging, s->round_staging);
+                    a->staging, s->round.staging);
     if (!isfinite(a->scale))
         return fail(PYPS_EINVAL, "push: scale: found %g; expected a finite number", (double)a->scale);
     if (a->weighted > 1 || (a->weighted && !(a->weight >= 0 && isfinite(a->weight))))
@@ -188,7 +187,7 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     uint64_t version = v->version, sources = m->round_sources, samples = m->round_samples;
     view_unpin(s);
     if (ticket > version) return fail(PYPS_ECORRUPT, "ticket %lu: not admitted yet", ticket);
-    out->version = s->stream_ticket = ticket;
+    out->version = s->stream.ticket = ticket;
     if (ticket) out->sources = (uint32_t)sources, out->samples = samples;
     if (ticket && (rc = view_load_ticket(s, ticket)) == PYPS_OK) {
         uint32_t part = 0, parts = s->source_count;
@@ -199,9 +198,9 @@ static int finish_round(pyps_store *s, uint32_t staging, pyps_push_result *out) 
     if (rc == TRY_AGAIN) rc = PYPS_OK; /* the ring has moved on: the round is complete */
     if (rc == PYPS_OK) rc = chunks_complete(s, ticket);
     if (rc) return rc;
-    s->staging_ticket[staging] = ticket;
-    s->staging_taken[staging] = false;
-    s->in_round = false;
+    s->own_staging[staging].ticket = ticket;
+    s->own_staging[staging].taken = false;
+    s->round.pending = false;
     return falsely_looked(s, staging);
 }
 
@@ -212,7 +211,7 @@ static int wait_for_round(pyps_store *s, uint32_t staging, uint64_t deadline, py
         uint32_t seen = view_sequence_word(s);
         const struct view *v = view_pin(s, &word);
         if (!v) return PYPS_ECORRUPT;
-        bool closed = v->round > s->round;
+        bool closed = v->round > s->round.number;
         view_unpin(s);
         int rc = closed ? PYPS_OK : view_wait_for_others(s, &waiting, seen, 0);
         out->wait_nanoseconds = wait_now_nanoseconds() - waiting.since;
@@ -230,7 +229,7 @@ static int set_staged_version(pyps_store *s, struct event *e) {
 
 /* For the turn of a push that is to come: a wait is no computing. */
 static void waited_for_turn(pyps_store *s, uint64_t nanoseconds) {
-    s->turn_waited += nanoseconds;
+    s->turn.waited += nanoseconds;
     if (s->claimed_at) s->claimed_at += nanoseconds;
 }
 
@@ -245,7 +244,7 @@ int pyps_await_turn(pyps_store *s, double timeout_seconds) {
     } while (rc == TRY_AGAIN);
     uint64_t now = wait_now_nanoseconds();
     waited_for_turn(s, now - began);
-    if (!rc) s->turn_opened_at = now;
+    if (!rc) s->turn.opened_at = now;
     return rc;
 }
 
@@ -257,15 +256,15 @@ static int admit_staged(pyps_store *s, struct event *e, uint64_t deadline, struc
         enum verdict verdict;
         uint32_t seen = view_sequence_word(s);
         int rc = set_staged_version(s, e);
-        e->waited = wait_now_nanoseconds() - waiting.since + s->turn_waited;
-        e->sent = s->turn_opened_at ? wait_now_nanoseconds() - s->turn_opened_at : 0;
+        e->waited = wait_now_nanoseconds() - waiting.since + s->turn.waited;
+        e->sent = s->turn.opened_at ? wait_now_nanoseconds() - s->turn.opened_at : 0;
         if (rc || (rc = view_commit(s, e, outcome, &verdict))) return rc;
         out->wait_nanoseconds = e->now - waiting.since;
         if (verdict != STEP_WAIT) {
             out->admitted_nanoseconds = e->now;
             return PYPS_OK;
         }
-        s->turn_opened_at = 0; /* the turn passed while the gradient travelled */
+        s->turn.opened_at = 0; /* the turn passed while the gradient travelled */
         if ((rc = view_wait_for_others(s, &waiting, seen, outcome->at))) return rc;
     }
 }
@@ -298,10 +297,10 @@ static int unless_full(int rc) { return rc == PYPS_EFULL ? PYPS_OK : rc; }
 static int park(pyps_store *s, const pyps_push_args *args, const struct outcome *outcome,
                 pyps_push_result *out) {
     if (args->samples) s->parked |= 1u << args->staging;
-    else s->staging_taken[args->staging] = false;
+    else s->own_staging[args->staging].taken = false;
     out->samples = args->samples;
     if (!outcome->ticket) return PYPS_OK;
-    out->version = s->stream_ticket = outcome->ticket;
+    out->version = s->stream.ticket = outcome->ticket;
     out->sources = outcome->sources, out->samples = outcome->samples;
     return unless_full(chunks_complete(s, outcome->ticket));
 }
@@ -333,16 +332,17 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     *out = (pyps_push_result){0};
     uint64_t deadline = store_deadline(s, args->timeout_seconds);
     struct outcome outcome;
-    if (s->in_round) { /* an earlier call timed out */
-        *out = s->staged;
+    if (s->round.pending) { /* an earlier call timed out */
+        *out = s->round.staged;
         return wait_for_round(s, args->staging, deadline, out);
     }
     s->own.ticket = 0;
     rc = admit(s, args, deadline, &outcome, out);
-    s->turn_opened_at = 0;
+    s->turn.opened_at = 0;
     if (rc == PYPS_ETIMEDOUT || rc == PYPS_EINTR) waited_for_turn(s, out->wait_nanoseconds);
-    else s->turn_waited = 0;
-    if (rc == PYPS_EREJECTED) s->staging_taken[args->staging] = false; /* no other participant has seen it */
+    else s->turn.waited = 0;
+    if (rc == PYPS_EREJECTED)
+        s->own_staging[args->staging].taken = false; /* no other participant has seen it */
     if (rc) return rc;
     FAILPOINT("push.admitted");
     if ((rc = lookahead_set(s))) return rc; /* for an exchange */
@@ -350,16 +350,16 @@ static int push(pyps_store *s, const pyps_push_args *given_args, pyps_push_resul
     out->staleness = outcome.staleness;
     if (args->samples) activity_pushed(s, bytes_of_gradient(s, args));
     if (s->policy->waits_for_round) {
-        s->in_round = true, s->round = outcome.round, s->round_staging = args->staging;
+        s->round.pending = true, s->round.number = outcome.round, s->round.staging = args->staging;
         out->samples = args->samples; /* until its round has closed */
-        s->staged = *out;
+        s->round.staged = *out;
         return wait_for_round(s, args->staging, deadline, out);
     }
     if (s->policy->stages) return park(s, args, &outcome, out);
-    s->staging_ticket[args->staging] = outcome.ticket;
-    s->staging_taken[args->staging] = false;
+    s->own_staging[args->staging].ticket = outcome.ticket;
+    s->own_staging[args->staging].taken = false;
     if (!outcome.ticket) return PYPS_OK; /* skipped */
-    out->version = s->stream_ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
+    out->version = s->stream.ticket = outcome.ticket, out->sources = 1, out->samples = args->samples;
     keep_own(s, args, &outcome);
     rc = unless_full(chunks_follow(s, outcome.ticket, outcome.ticket));
     return rc ? rc : falsely_looked(s, args->staging);

@@ -53,11 +53,11 @@ static int map_segment(pyps_store *s, const pyps_tensor *tensors, const struct g
     s->looks_at_gradients = s->policy->needs_sketch && s->policy->needs_sketch(&g->policy_params);
     s->tensors = malloc(g->tensors * sizeof *s->tensors);
     s->chunks = calloc(g->chunks, sizeof *s->chunks);
-    s->streamed = calloc(g->chunks, sizeof *s->streamed);
+    s->stream.marks = calloc(g->chunks, sizeof *s->stream.marks);
     s->sources = calloc(g->max_participants, sizeof *s->sources);
     s->expected = view_allocate(s), s->draft = view_allocate(s);
     uint32_t *ones = calloc(g->ranks, sizeof *ones);
-    if (!s->tensors || !s->chunks || !s->streamed || !s->sources || !s->expected || !s->draft || !ones) {
+    if (!s->tensors || !s->chunks || !s->stream.marks || !s->sources || !s->expected || !s->draft || !ones) {
         free(ones);
         return fail(PYPS_ENOSPC, "out of memory for a handle");
     }
@@ -96,7 +96,7 @@ static void destroy(pyps_store *s) {
     handle_end(s);
     mapping_end(s);
     reading_drop(s);
-    free(s->tensors), free(s->path), free(s->chunks), free(s->streamed), free(s->chunk_floats),
+    free(s->tensors), free(s->path), free(s->chunks), free(s->stream.marks), free(s->chunk_floats),
         free(s->sources), free(s->expected), free(s->draft);
     handle_free(s);
 }

@@ -4,7 +4,6 @@
  * when it is first used, and only as much of it, so a worker that sends codes needs no more than these. A file
  * system that is full is an error of that call. A worker that leaves gives the memory back.
  */
-#include <string.h>
 
 #include "store/gradients.h"
 
@@ -13,29 +12,23 @@ static uint64_t offset_of(const pyps_store *s, const void *at) {
 }
 
 int staging_allocate(pyps_store *s, uint32_t staging) {
-    uint32_t bit = 1u << staging;
-    if (s->data_allocated & bit) return PYPS_OK;
+    if (s->own_staging[staging].data_allocated) return PYPS_OK;
     int rc = segment_allocate(s, offset_of(s, staging_data(s, s->slot, staging)), 4 * store_elements(s));
-    if (!rc) s->data_allocated |= bit;
+    s->own_staging[staging].data_allocated = !rc;
     return rc;
 }
 
 int staging_allocate_codes(pyps_store *s, uint32_t staging, uint64_t bytes) {
-    if (s->codes_allocated[staging] >= bytes) return PYPS_OK;
+    if (s->own_staging[staging].codes_allocated >= bytes) return PYPS_OK;
     int rc = segment_allocate(s, offset_of(s, staging_codes(s, s->slot, staging)), bytes);
-    if (!rc) s->codes_allocated[staging] = bytes;
+    if (!rc) s->own_staging[staging].codes_allocated = bytes;
     return rc;
 }
 
 int staging_allocate_averaged(pyps_store *s, uint32_t staging) {
     uint64_t bytes = 4 * (store_elements(s) - s->trained);
-    if (!bytes || s->data_allocated & 1u << staging) return PYPS_OK;
+    if (!bytes || s->own_staging[staging].data_allocated) return PYPS_OK;
     return segment_allocate(s, offset_of(s, staging_data(s, s->slot, staging) + s->trained), bytes);
-}
-
-void staging_forget_memory(pyps_store *s) {
-    s->data_allocated = s->residuals_allocated = 0;
-    memset(s->codes_allocated, 0, sizeof s->codes_allocated);
 }
 
 void staging_give_back(pyps_store *s) {
@@ -76,25 +69,25 @@ int staging_check(pyps_store *s, uint32_t staging) {
 
 /* A push that timed out in a round stays there until the round closes; no call waits for it any more. */
 void staging_park(pyps_store *s) {
-    if (s->in_round) s->parked |= 1u << s->round_staging;
-    s->in_round = false;
+    if (s->round.pending) s->parked |= 1u << s->round.staging;
+    s->round.pending = false;
 }
 
 void staging_abandon(pyps_store *s) {
     s->own.ticket = 0; /* a gradient given up may lie there in part */
     staging_park(s);
     for (uint32_t staging = 0; staging < s->geometry.staging_buffers; staging++)
-        s->staging_taken[staging] = s->parked >> staging & 1;
+        s->own_staging[staging].taken = s->parked >> staging & 1;
 }
 
 int pyps_unstage(pyps_store *s, uint32_t staging) {
     int rc = staging_check(s, staging);
     if (rc) return rc;
-    bool waits = (s->in_round && staging == s->round_staging) || s->parked >> staging & 1;
-    if (!s->staging_taken[staging] || waits)
+    bool waits = (s->round.pending && staging == s->round.staging) || s->parked >> staging & 1;
+    if (!s->own_staging[staging].taken || waits)
         return fail(PYPS_EINVAL, "unstage: staging: found %u; expected one that pyps_stage returned%s",
                     staging, waits ? ", and that waits in no round" : "");
-    s->staging_taken[staging] = false;
+    s->own_staging[staging].taken = false;
     if (staging == s->own.staging) s->own.ticket = 0;
     return PYPS_OK;
 }

@@ -1,6 +1,4 @@
 /* status.c: observing and steering: the view in the public structs, and re-planning. */
-#include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -114,16 +114,18 @@ struct pyps_store {
     uint32_t reclaims;   /* the dead participant's slot whose lock this handle holds, or NONE */
     uint32_t found_dead; /* members whose slot this handle took over, since the last pyps_reap began */
     int role, rank;
-    uint32_t private_view, private_buffer;        /* held by this handle, or NONE */
-    uint32_t free_cache[4];                       /* buffers displaced here a short time ago, or NONE */
-    uint32_t scan;                                /* where the next search for a free spare starts */
-    uint64_t staging_ticket[MAX_STAGING_BUFFERS]; /* last ticket admitted from each staging buffer; 0: none */
-    bool staging_taken[MAX_STAGING_BUFFERS];      /* the caller has it, or it waits in a round */
+    uint32_t private_view, private_buffer; /* held by this handle, or NONE */
+    uint32_t free_cache[4];                /* buffers displaced here a short time ago, or NONE */
+    uint32_t scan;                         /* where the next search for a free spare starts */
+    struct own_staging {
+        uint64_t ticket;          /* the last one admitted from it; 0: none */
+        uint64_t codes_allocated; /* bytes of its codes that have memory */
+        bool data_allocated;      /* the floats have memory */
+        bool taken;               /* the caller has it, or it waits in a round */
+    } own_staging[MAX_STAGING_BUFFERS];
     uint32_t parked; /* bit by staging buffer: it waits in a round, and no call waits for that round */
-    uint32_t data_allocated;                       /* bit by staging buffer: they have memory */
-    uint64_t codes_allocated[MAX_STAGING_BUFFERS]; /* bytes of each that have memory */
-    uint32_t residuals_allocated;                  /* bit by residual of this slot */
-    double lookahead;                              /* during a pull or an exchange: in global batches */
+    uint32_t residuals_allocated; /* bit by residual of this slot */
+    double lookahead;             /* during a pull or an exchange: in global batches */
     /* This worker's gradient that was applied last, until its staging buffer is written again. ticket 0: none */
     struct {
         uint64_t ticket;
@@ -132,20 +134,27 @@ struct pyps_store {
         double norm; /* of the one staged last, if it is clipped by its norm */
     } own;
     float *chunk_floats; /* [chunk_params] parameters that lie otherwise in their chunk; NULL: none yet */
-    float *stream_to;    /* during an exchange: the caller's copy of the parameters */
-    a64 *streamed;       /* [chunks] the ticket with which a chunk was copied there */
-    uint64_t stream_ticket;
-    struct arrivals *arrivals; /* whom to tell of them; NULL: nobody */
-    uint32_t threads;          /* that its calls may use, as the caller has said; 0 is 1 */
-    struct crew *crew;         /* those that it has; NULL: the caller's alone */
-    const pyps_store *helps;   /* this is a hand of that worker's crew; NULL: it is none */
-    uint32_t hand, hands;      /* which of how many work on the present call; the caller's is 0 */
-    bool in_round; /* round_staging is staged into `round`, and no push has returned its outcome yet */
-    uint32_t round_staging;
-    pyps_push_result staged; /* what that push knew when it was staged */
-    uint64_t round, pulled_version;
-    uint64_t turn_opened_at;   /* when await_turn returned for the next push; 0: it was not called */
-    uint64_t turn_waited;      /* how long calls have waited for that turn, nanoseconds */
+    struct {             /* during an exchange */
+        float *to;       /* the caller's copy of the parameters */
+        a64 *marks;      /* [chunks] the ticket with which a chunk was copied there */
+        uint64_t ticket;
+        struct arrivals *arrivals; /* whom to tell of them; NULL: nobody */
+    } stream;
+    uint32_t threads;        /* that its calls may use, as the caller has said; 0 is 1 */
+    struct crew *crew;       /* those that it has; NULL: the caller's alone */
+    const pyps_store *helps; /* this is a hand of that worker's crew; NULL: it is none */
+    uint32_t hand, hands;    /* which of how many work on the present call; the caller's is 0 */
+    struct {
+        bool pending; /* `staging` is staged into it, and no push has returned its outcome yet */
+        uint32_t staging;
+        uint64_t number;
+        pyps_push_result staged; /* what that push knew when it was staged */
+    } round;
+    struct {
+        uint64_t opened_at; /* when await_turn returned for the next push; 0: it was not called */
+        uint64_t waited;    /* how long calls have waited for it, nanoseconds */
+    } turn;                 /* of the next push */
+    uint64_t pulled_version;
     uint64_t claimed_at;       /* when start returned the current claim, or the push before it was taken */
     uint64_t complete_version; /* every chunk has been seen at this version or later */
 

@@ -52,7 +52,7 @@ static void check_version(pyps_store *s, uint64_t version, float parameter) {
 
 /* The caller's buffer may be given back; the store's may not. */
 static bool is_callers(pyps_store *s, uint32_t staging) {
-    return s->staging_taken[staging] && !pyps_unstage(s, staging);
+    return s->own_staging[staging].taken && !pyps_unstage(s, staging);
 }
 
 static void invalid(void) {
@@ -125,7 +125,7 @@ static void fenced(void) {
     start(second);
     must(push(first, staging, samples, 10, &out), "the round without the one that is fenced");
     expect(push(second, late, samples, 10, &out), PYPS_EFENCED, "the fenced one's push");
-    CHECK(!out.admitted_nanoseconds && second->staging_taken[late],
+    CHECK(!out.admitted_nanoseconds && second->own_staging[late].taken,
           "the buffer was taken back before the rejoin");
     must(pyps_rejoin(second), "rejoin");
     CHECK(!is_callers(second, late), "the buffer is still the caller's");

@@ -119,8 +119,8 @@ MUTATIONS = {
     ),
     "staging is free without a look at the hazards": programs.Change(
         "store/push.c",
-        "bool read = s->staging_ticket[staging] && staging_has_reader(s, s->staging_ticket[staging]);",
-        "bool read = false;",
+        "bool read = s->own_staging[staging].ticket && ",
+        "bool read = false && ",
     ),
 }
 
