@@ -45,13 +45,13 @@ def _show(ranking: Ranking) -> None:
     for one in ranking.ways:
         low, middle, high = (_micro(seconds) for seconds in one.to_loss)
         samples = one.samples
-        exact = samples.low == samples.high
+        exact, to = samples.low == samples.high, "to >" if samples.over else "to "
         table.add_row(
             one.name,
             str(one.workers),
             _micro(one.seconds_per_sample),
-            "1" if exact else f"{samples.low:.3g} to {samples.high:.3g}",
-            middle if exact else f"{middle} ({low} to {high})",
+            "1" if exact else f"{samples.low:.3g} {to}{samples.high:.3g}",
+            middle if exact else f"{middle} ({low} {to}{high})",
         )
     console.print(table, soft_wrap=True)
     for line in _verdict(ranking):

@@ -89,6 +89,18 @@ def test_much_noise_makes_late_and_local_gradients_as_good(slow: Ranking) -> Non
     assert "gradient noise" in noisy["asp"].samples.source
 
 
+def test_a_way_that_may_not_arrive_says_so_unless_the_noise_is_known(slow: Ranking) -> None:
+    for one in slow.ways:
+        assert (
+            ("never arrives" in one.why)
+            == (one.samples.over > 0)
+            == (one.kind == "local" or one.name == "hps")
+        )
+        if one.kind == "local":
+            assert one.samples.low <= 1.2 < one.samples.high
+    assert all(one.samples.over == 0 for one in ranked_ways(cluster(SLOW_LINK, 1e6), PROFILES).ways)
+
+
 def test_unknown_links_are_said_and_leave_rings_out() -> None:
     ranking = ranked_ways(cluster(None), PROFILES)
     assert "links" in ranking.measure[0]
