@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Final, Literal
@@ -21,10 +22,10 @@ from pyps.formats.events import RunEvent
 from pyps.formats.files import read_struct
 from pyps.formats.records import StepRecord
 from pyps.formats.setup import RankSpec, RunSetup
-from pyps.report.late import straggler_lines
 from pyps.report.rate import rate_advice
 from pyps.report.ring import TurnsReport, turns_report
 from pyps.report.steps import (
+    PHASES,
     Distribution,
     LossPoint,
     NonNegative,
@@ -45,6 +46,7 @@ from pyps.report.steps import (
     training_time,
     without_startup_wait,
 )
+from pyps.store.stragglers import StepPace, stragglers
 
 REPORT_SCHEMA: Final = "pyps.report/1.1"
 REPORT = "report.json"
@@ -54,6 +56,8 @@ MOST_VERSIONS = 8  # of short rounds that are named
 FAR_OFF = 2.0  # times the prediction, or its half: the plan was made from other figures than this run's
 LOADING_SHARE = 0.1  # of data and compute: a longer wait for data holds the rank up
 LEAST_LOADING_SECONDS = 1e-3  # about what a batch takes from a loader process to its rank
+OFTEN = 0.95  # a dynamic straggler has one such step in twenty
+ENOUGH = 20  # steps, for that
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,9 +212,7 @@ def make_report(
     resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
     training, paused = training_time(records), pauses(records, resumed)
     kept, applied = without_startup_wait(records), applied_steps(records)
-    by_rank: dict[int, list[StepRecord]] = {rank.rank: [] for rank in setup.ranks}
-    for record in kept:
-        by_rank.setdefault(record.rank, []).append(record)
+    by_rank = _by_rank(setup, kept)
     ranks = [rank_report(rank, by_rank[rank.rank], events, totals, training, paused) for rank in setup.ranks]
     crowd = crowding(setup, ranks)
     times = distribution(iteration_times(applied, setup.global_batch, resumed))
@@ -252,6 +254,14 @@ def make_report(
         undone=sum(event.pushes or 0 for event in events),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
+
+
+def _by_rank(setup: RunSetup, records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
+    """The steps of each rank that the run started, and of those that came later."""
+    found: dict[int, list[StepRecord]] = {rank.rank: [] for rank in setup.ranks}
+    for record in records:
+        found.setdefault(record.rank, []).append(record)
+    return found
 
 
 def _sample_counts(requested: int, ranks: Sequence[RankReport], totals: StoreTotals) -> SampleCounts:
@@ -351,6 +361,39 @@ def crowding(setup: RunSetup, ranks: Sequence[RankReport]) -> str:
     processes = sum(1 + rank.loader_workers for rank in ranks if rank.steps)
     cores = f"{setup.cpus} CPU core{'s' * (setup.cpus != 1)}"
     return f"{processes} processes share {cores}" if 0 < setup.cpus < processes else ""
+
+
+def straggler_lines(ranks: Sequence[RankSpec], records: Mapping[int, Sequence[StepRecord]]) -> Iterator[str]:
+    """A line for each straggler. records: by rank."""
+    trained = [rank for rank in ranks if any(map(is_applied, records[rank.rank]))]
+    paces = [_pace(records[rank.rank]) for rank in trained]
+    applied = [record.version for rank in trained for record in records[rank.rank] if is_applied(record)]
+    pushes = len(applied) / max(1, len({version for version in applied if version}))
+    for rank, pace, found in zip(trained, paces, stragglers(paces, len(trained), pushes), strict=True):
+        if kind := str(found):
+            usual, worst = pace.seconds * 1e3, pace.seconds_now / pace.seconds
+            times = f"a step computes for {usual:,.1f} ms"
+            times += f", one in twenty {worst:.1f} times as long" if worst >= 1.05 else ""
+            versions = f"{pace.versions:.1f} versions late, one in twenty {pace.versions_now:.1f}"
+            yield f"rank {rank.rank} ({rank.name}): {kind}: its gradients are {versions}; {times}"
+
+
+def _pace(records: Sequence[StepRecord]) -> StepPace:
+    """The usual step, and one of the worst: of too few the usual one. A step is long by those of its batch: a
+    worker is not late that took over the samples of others.
+    """
+    applied = [r for r in records if is_applied(r)]
+    seconds = phase_seconds(applied)[PHASES.index("compute")]
+    versions = [r.staleness for r in applied]
+    median, mean = float(np.median(seconds)), float(np.mean(versions))
+    by_batch = defaultdict(list)
+    for record, took in zip(applied, seconds, strict=True):
+        by_batch[record.samples].append(took)
+    times = [took / np.median(by_batch[r.samples]) for r, took in zip(applied, seconds, strict=True)]
+    if len(applied) < ENOUGH:
+        return StepPace(median, mean, median, mean)
+    worst = median * float(np.quantile(times, OFTEN))
+    return StepPace(median, mean, worst, float(np.quantile(versions, OFTEN)))
 
 
 def loading_advice(rank: RankReport, crowd: str = "") -> str:

@@ -77,12 +77,11 @@ def save(
 
     folder: of the checkpoints, seen by all ranks. model, optimizer: those of the run; a DDP model's names are
     those of the module in it. sampler: an UnevenBatchSampler or UnevenIterableDataset. rounds: the rounds of
-    this epoch that were trained; by default those whose steps have ended.
-    step: the checkpoint's number, rising; by
-    default the samples trained. group: of the ranks; by default all. state: more to save by name: objects
-    with state_dict() (a GlobalMean, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists and
-    dicts of them; a GradientNoise also writes noise.json into the folder, for pyps-plan. Raises InputError on
-    all ranks if it cannot be written, and the last one stays; and for a tensor-parallel model in DDP, of
+    this epoch that were trained; by default those whose steps have ended. step: the checkpoint's number,
+    rising; by default the samples trained. group: of the ranks; by default all. state: more to save by name:
+    objects with state_dict() (a GlobalMean, a Rebalancer, a scheduler, a GradScaler), or numbers, text, lists
+    and dicts of them; a GradientNoise also writes noise.json there, for pyps-plan. Raises InputError
+    on all ranks if it cannot be written, and the last one stays; and for a tensor-parallel model in DDP, of
     whose parameters each rank has a part without a name.
     """
     _check_torch()

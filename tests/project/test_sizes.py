@@ -20,7 +20,7 @@ MOST = {
     "pyps/metrics": 278,
     "pyps/native": 2_223,  # workers without the core: 38 more, 23 in other rooms; a whole transfer: 38
     "pyps/remote": 4_209,  # a flood of connections does not hold the loop up: 7 more
-    "pyps/report": 2_575,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
+    "pyps/report": 2_569,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
     "pyps/run": 2_369,
     "pyps/sharding": 1_819,  # blocks that are found, and optimizers that were made before: 59 more
     "pyps/shards": 2_316,
@@ -30,7 +30,7 @@ MOST = {
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 122
     "pyps/torch": 7_307,
-    "pyps/worker": 7_752,  # a rank's constants are compared with those of the store: 14 more
+    "pyps/worker": 7_756,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_406,  # shares of memory planned with batches, micro-batches, what helps: 750 more
     "profiler": 2_619,  # the cost of lengths: 71 more
     "csrc": 12_182,  # a claim that a signal took away is given again: 18 more, 10 in Python

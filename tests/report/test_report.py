@@ -18,7 +18,6 @@ from pyps.formats.mode import Mode
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import Span, StepRecord
 from pyps.formats.setup import RankSpec
-from pyps.report.late import straggler_lines
 from pyps.report.report import (
     Report,
     StoreTotals,
@@ -29,6 +28,7 @@ from pyps.report.report import (
     prediction_advice,
     rank_report,
     read_report,
+    straggler_lines,
 )
 from pyps.report.ring import turns_report
 from pyps.report.steps import (

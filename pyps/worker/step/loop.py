@@ -227,8 +227,7 @@ class Worker:
         self.settings = settings
         resumed = settings if resume is None else replace(settings, resume=Path(resume))
         store, pushes = self._join(resumed, attachment, timeout)
-        entries = attachment.entries
-        local = local_steps_of(settings, store, chosen, entries, clip_norm, pushes, merges)
+        local = local_steps_of(settings, store, chosen, attachment.entries, clip_norm, pushes, merges)
         self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
         self._attached.client.idle = self._notice.idle
         if is_local or not schedule:
@@ -298,9 +297,7 @@ class Worker:
         attached.changes.check()
         ranks = self.store.layout.ranks
         source = make_source(dataset, collate_fn, settings.seed, self.rank, ranks, sharded=sharded)
-        if settings.dataset_size and source.length not in (0, settings.dataset_size):
-            expected = f"{settings.dataset_size}, as --dataset-size says"
-            raise InputError("batches", "dataset", f"{source.length} samples", expected)
+        _check_length(source.length, settings.dataset_size)
         warn_of_a_stream_anew(source, self.store, self.rank)
         options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
         forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
@@ -531,3 +528,10 @@ class Worker:
 def _close_if_alive(worker: weakref.ref[Worker]) -> None:
     if (alive := worker()) is not None:
         alive.close()
+
+
+def _check_length(found: int, announced: int) -> None:
+    """Raise InputError if a data set has another number of samples than --dataset-size. 0: not known."""
+    if announced and found not in (0, announced):
+        expected = f"{announced}, as --dataset-size says"
+        raise InputError("batches", "dataset", f"{found} samples", expected)
