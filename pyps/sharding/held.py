@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pyps.sharding.optimizer import sharded_optimizer
+
 RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
 
 
@@ -24,6 +26,8 @@ def bytes_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     copied = isinstance(plain, DistributedDataParallel) and not plain.gradient_as_bucket_view
     buckets = sum(p.nbytes for p in parameters if p.requires_grad) if copied else 0
     states = [] if optimizer is None else [list(values.values()) for values in optimizer.state.values()]
+    if optimizer is not None and (sharded := sharded_optimizer(optimizer)) is not None:
+        states.append(list(sharded.masters.values()))
     return {
         "parameters": _bytes(parameters),
         "gradients": _bytes(p.grad for p in parameters) + buckets,

@@ -9,7 +9,8 @@
 The optimizer stays the user's own object. Its groups have the whole parameters, as before, whose gradients
 DDP has made alike on all ranks: so clipping, a GradScaler and schedulers work as they do. Within step() the
 groups have this rank's pieces instead, which are views of the parameters, with views of their gradients.
-Afterwards each rank's part of the parameters goes to all.
+Afterwards each rank's part of the parameters goes to all. With master weights a piece is a copy in float32,
+say, that its owner alone has: it is rounded into the parameters.
 """
 
 from __future__ import annotations
@@ -29,23 +30,29 @@ from pyps.errors import InputError
 from pyps.sharding.elementwise import check_elementwise
 from pyps.sharding.flat import FlatVector, agree, agree_refusal, world
 from pyps.sharding.layout import SharesLike, read_shares
-from pyps.sharding.state import Owned, cut_state, whole_of
+from pyps.sharding.state import STEP, Owned, cut_state, whole_of
 
 CALL = "shard_optimizer"
 MOST_BYTES = 1 << 26  # of a vector, unless a parameter has more: what is held twice while vectors are made
 APART = ("cpu", "cuda")  # devices whose memory other libraries' tensors may share
+MASTER = "master"  # of a parameter's state
 NOT_SHARDED = "a state that is on this rank alone"
 _sharded: WeakKeyDictionary[torch.optim.Optimizer, ShardedOptimizer] = WeakKeyDictionary()
 
 
 def shard_optimizer(
-    optimizer: torch.optim.Optimizer, shares: SharesLike, group: dist.ProcessGroup | None = None
+    optimizer: torch.optim.Optimizer,
+    shares: SharesLike,
+    group: dist.ProcessGroup | None = None,
+    *,
+    master_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Keep this rank's share of the optimizer's state alone; the same optimizer, which all ranks call it for.
 
     optimizer: of a model in DistributedDataParallel, or of one whose gradients are alike on all ranks in
     another way; one that computes each element by itself. Its parameters become views of flat vectors.
     shares: of the ranks of `group`, which sum to one, or a plan with shares, or its file.
+    master_dtype: that of the master weights and of the optimizer's state, of parameters in a smaller one.
     Call it before schedulers and hooks of the optimizer are made. state_dict() then needs
     optimizer.consolidate_state_dict() on all ranks, as of a ZeroRedundancyOptimizer. Raises InputError for
     shares, parameters and optimizers that differ by rank or do not fit.
@@ -65,10 +72,10 @@ def shard_optimizer(
     described = [(slot, tuple(parameter.shape), str(parameter.dtype)) for slot, parameter in named]
     if (said := agree_refusal(group, refused)) is not None:
         raise said
-    agree(CALL, group, {"shares": known, "optimizer": type(optimizer).__name__, "parameters": described})
-    _sharded[optimizer] = ShardedOptimizer(
-        optimizer, [FlatVector(some, known, group) for some in _buckets(named)]
-    )
+    alike = {"shares": known, "optimizer": type(optimizer).__name__, "parameters": described}
+    agree(CALL, group, {**alike, "master_dtype": str(master_dtype)})
+    flats = [FlatVector(some, known, group) for some in _buckets(named)]
+    _sharded[optimizer] = ShardedOptimizer(optimizer, flats, master_dtype)
     return optimizer
 
 
@@ -112,24 +119,36 @@ def _apart(view: torch.Tensor) -> torch.Tensor:
 class ShardedOptimizer:
     """The pieces that an optimizer steps on this rank.
 
-    owned: of each trained parameter, by its number among those of the optimizer.
+    owned: of each trained parameter, by its number among those of the optimizer. masters: this rank's part of
+    a vector in a larger dtype, where it has one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, flats: list[FlatVector]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, flats: list[FlatVector], master_dtype: torch.dtype | None
+    ) -> None:
         self.flats, self.owned = flats, dict[int, Owned]()
+        self.masters: dict[FlatVector, torch.Tensor] = {}
         self._pieces: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._wholes: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._state: dict[str, Any] | None = None
         for flat in flats:
             part = flat.vector[flat.mine]
+            if (
+                master_dtype is not None
+                and part.is_floating_point()
+                and part.itemsize < master_dtype.itemsize
+            ):
+                part = self.masters[flat] = part.to(master_dtype)
             for k, parameter in enumerate(flat.parameters):
                 parameter.data = _apart(parameter.data)
                 piece = torch.nn.Parameter(flat.piece_of(part, k))
                 self.owned[int(flat.slots[k].name)] = Owned(flat, k, piece)
                 self._pieces[parameter], self._wholes[piece] = piece, parameter
                 if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[piece] = self.owned[int(flat.slots[k].name)].cut(state)
+                    one = self.owned[int(flat.slots[k].name)]
+                    state = one.cut(optimizer.state.pop(parameter))
+                    cast = {n: v.to(part.dtype) for n, v in state.items() if n != STEP and one.is_piece(v)}
+                    optimizer.state[piece] = state | cast
         self._stand_in(optimizer)
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,7 +175,7 @@ class ShardedOptimizer:
 
         def load_state_dict(own: torch.optim.Optimizer, state: dict[str, Any]) -> None:
             with self.showing_pieces(own):
-                type(own).load_state_dict(own, cut_state(state, self.owned))
+                type(own).load_state_dict(own, self._without_masters(cut_state(state, self.owned)))
 
         ended = optimizer.register_step_post_hook(lambda *_: self._end(optimizer))
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -175,7 +194,22 @@ class ShardedOptimizer:
         """Return its state dict with this rank's pieces of each tensor."""
         with self.showing_pieces(own):
             found: dict[str, Any] = type(own).state_dict(own)
-        return found
+        of_masters = [(k, one.piece.detach()) for k, one in self.owned.items() if one.flat in self.masters]
+        more = {k: {**found["state"].get(k, {}), MASTER: value} for k, value in of_masters}
+        return {**found, "state": found["state"] | more}
+
+    def _without_masters(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Load the master weights of a state dict, or the parameters where it has none; return the rest."""
+        for flat, master in self.masters.items():
+            master.copy_(flat.vector[flat.mine])
+        for k, one in self.owned.items():
+            if (value := state["state"].get(k, {}).get(MASTER)) is not None and one.flat in self.masters:
+                one.piece.data.copy_(value.as_subclass(torch.Tensor))
+        rest = {
+            k: {name: value for name, value in values.items() if name != MASTER}
+            for k, values in state["state"].items()
+        }
+        return {**state, "state": {k: values for k, values in rest.items() if values}}
 
     @contextmanager
     def showing_pieces(self, own: torch.optim.Optimizer) -> Iterator[None]:
@@ -217,7 +251,10 @@ class ShardedOptimizer:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise InputError(CALL, f"gradient {one.name}", str(gradient.layout), "a dense one")
             cut = None if gradient is None else one.flat.slots[one.k].flat(gradient)[one.flat.pieces[one.k]]
-            one.piece.grad = cut
+            one.piece.grad = None if cut is None else cut.to(one.piece.dtype)
+        for flat, master in self.masters.items():  # a script may have changed the parameters
+            part = flat.vector[flat.mine]
+            torch.where(master.to(part.dtype) == part, master, part.to(master.dtype), out=master)
         self._show(own, self._pieces)
 
     def _end(self, own: torch.optim.Optimizer) -> None:
@@ -225,5 +262,7 @@ class ShardedOptimizer:
         self._show(own, self._wholes)
         for one in self.owned.values():
             one.piece.grad = None
+        for flat, master in self.masters.items():
+            flat.vector[flat.mine].copy_(master)
         for work in [work for flat in self.flats for work in flat.gather()]:
             work.wait()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyps.torch
 from pyps.errors import InputError
-from pyps.sharding import gathered, whole_state_dict
+from pyps.sharding import bytes_held, gathered, whole_state_dict
 from pyps.torch import GlobalMean, UnevenSyncBatchNorm
 
 BATCHES = {2: [8, 4], 3: [7, 4, 1], 4: [5, 4, 2, 1]}
@@ -334,6 +334,60 @@ def scaled(group: dist.ProcessGroup, shares: list[float]) -> dict[str, Any]:
             one.zero_grad()
         runs.append((flat(model.parameters()), scaler.get_scale()))
     return {"off": off(runs[0][0], runs[1][0]), "scales": (runs[0][1], runs[1][1])}
+
+
+def with_masters(group: dist.ProcessGroup, shares: list[float], others: list[float]) -> dict[str, Any]:
+    """Train bf16 with master weights, from step 3 on in a new model with other shares; return how far the
+    parameters and masters are from one process that has masters, and the bytes held, over parameters.
+    """
+    right = Net().bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in right.parameters()]
+    one = torch.optim.AdamW(masters, lr=0.01, weight_decay=0.1)
+    found: Any = None
+    sharded: Any = None
+    for step in range(6):
+        if step in (0, 3):
+            state = (found.module.state_dict(), _whole_state(sharded)) if step else None
+            found = in_ddp(Net().bfloat16(), group)
+            sharded = torch.optim.AdamW(found.parameters(), lr=0.01, weight_decay=0.1)
+            own = others if step else shares
+            pyps.torch.shard_optimizer(sharded, own, group, master_dtype=torch.float32)
+            if state is not None:
+                sharded.load_state_dict(state[1])
+                found.module.load_state_dict(state[0])
+        if step == 4:  # what a script writes into parameters counts
+            for model in (right, found.module):
+                model.first.weight.data.mul_(2)
+            dict(zip(right.parameters(), masters, strict=True))[right.first.weight].data.copy_(
+                right.first.weight
+            )
+        x, y = numbers(step, ROWS, torch.bfloat16)
+        for model in (right, found):
+            nn.functional.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for p, master in zip(right.parameters(), masters, strict=True):
+            master.grad = p.grad.float()
+        sharded.step()
+        one.step()
+        for p, master in zip(right.parameters(), masters, strict=True):
+            p.data.copy_(master)
+        for each in (sharded, right):
+            each.zero_grad()
+    states = _whole_state(sharded)["state"]
+    return {
+        "parameters": off(flat(found.parameters()), flat(right.parameters())),
+        "masters": off(flat(states[k]["master"] for k in range(len(masters))), flat(masters)),
+        "moments": off(
+            flat(v["exp_avg"] for v in states.values()), flat(s["exp_avg"] for s in one.state.values())
+        ),
+        "bytes": bytes_held(found, sharded)["optimizer"] / sum(p.numel() for p in right.parameters()),
+    }
+
+
+def _whole_state(sharded: Any) -> dict[str, Any]:
+    sharded.consolidate_state_dict(to=None)
+    found: dict[str, Any] = sharded.state_dict()
+    return found
 
 
 def in_safetensors(group: dist.ProcessGroup) -> bool:

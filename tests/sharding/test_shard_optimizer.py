@@ -40,6 +40,14 @@ def test_micro_batches_of_a_script_in_no_sync(ranks: Ranks) -> None:
     assert max(ranks.run(2, jobs.in_no_sync, SHARES[2])) < EXACT
 
 
+def test_bf16_with_masters_in_float32(ranks: Ranks) -> None:
+    """Bit for bit one process that has masters, after a resume with other shares too; 12 bytes are shared."""
+    others = [0.2, 0.8]
+    for share, found in zip(others, ranks.run(2, jobs.with_masters, [0.7, 0.3], others), strict=True):
+        assert (found["parameters"], found["masters"], found["moments"]) == (0.0, 0.0, 0.0)
+        assert found["bytes"] == pytest.approx(12 * share, abs=0.5)
+
+
 REFUSED = {
     "Adafactor": "optimizer: found Adafactor, whose step of a cut parameter is",
     "Muon": "optimizer: found Muon, which cannot step a piece:",
