@@ -3,7 +3,8 @@
 python benchmarks/spot.py [--runs 300]
 
 confidence   deadlines that a plan keeps with probability 0.95: how many of so many runs kept them, whose
-             machines are away at exponential times
+             machines are away at exponential times; the worst cases again, as by luck alone the least of
+             many is lower
 traces       a job on one machine of each trace in spot_traces.csv, again and again from its beginning:
              hours and price over those planned
 """
@@ -14,7 +15,7 @@ import argparse
 import csv
 import sys
 import tempfile
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from pyps.solver.plan import make_plan
 TRACES = Path(__file__).resolve().parent / "spot_traces.csv"
 CONFIDENCE, KEPT, OFF = 0.95, 0.93, 0.10
 CASES = 20
+WORST, AGAIN = 4, 1000  # cases that are run again, and their runs
 PASSES = 6  # of a trace, that a job takes
 
 
@@ -53,10 +55,20 @@ def run_at_random(luck: np.random.Generator, work: float, rate: float, gone: flo
             now = until
 
 
-def kept(runs: int) -> Iterator[float]:
-    """The share of runs within the planned time, of each case."""
-    luck = np.random.default_rng(0)
-    for _ in range(CASES):
+@dataclass(frozen=True)
+class Case:
+    """A job's seconds of work, its preemptions a second, the seconds that a machine is away, and the time by
+    which it ends with CONFIDENCE.
+    """
+
+    work: float
+    rate: float
+    gone: float
+    spot: Spot
+    by: float
+
+    @staticmethod
+    def drawn(luck: np.random.Generator) -> Case:
         spot = Spot(
             checkpoint_seconds=float(luck.uniform(5, 90)), restart_seconds=float(luck.uniform(60, 900))
         )
@@ -64,8 +76,20 @@ def kept(runs: int) -> Iterator[float]:
         gone = float(luck.choice([0.0, 600.0, 4000.0]))
         away = np.log1p(rate / HOUR * gone)
         by = float(Delays.of(work, rate, away, spot).by(CONFIDENCE))
-        took = [run_at_random(luck, work, rate / HOUR, gone, spot) for _ in range(runs)]
-        yield float(np.mean(np.array(took) <= by))
+        return Case(work, rate / HOUR, gone, spot, by)
+
+    def kept(self, runs: int, seed: int) -> float:
+        """The share of runs within the planned time."""
+        luck = np.random.default_rng(seed)
+        took = [run_at_random(luck, self.work, self.rate, self.gone, self.spot) for _ in range(runs)]
+        return float(np.mean(np.array(took) <= self.by))
+
+
+def least_by_luck(runs: int) -> tuple[float, float]:
+    """The least share of all cases where each keeps its time with CONFIDENCE: in the median, and at 2.5 %."""
+    least = np.random.default_rng(0).binomial(runs, CONFIDENCE, (10_000, CASES)).min(axis=1) / runs
+    middle, low = np.quantile(least, [0.5, 0.025])
+    return float(middle), float(low)
 
 
 def device() -> Profile:
@@ -127,14 +151,23 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=300)
     options = parser.parse_args()
-    shares = list(kept(options.runs))
+    luck = np.random.default_rng(0)
+    cases = [Case.drawn(luck) for _ in range(CASES)]
+    shares = [case.kept(options.runs, seed) for seed, case in enumerate(cases)]
+    worst = np.argsort(shares, kind="stable")[:WORST]
+    again = [cases[k].kept(AGAIN, CASES + int(k)) for k in worst]
     off = off_traces()
     hours, prices = (np.array([one[k] for one in off.values()]) for k in (0, 1))
     rows = [["figure", "least", "mean", "most"]]
     for name, one in (("kept at 0.95", np.array(shares)), ("hours/plan", hours), ("price/plan", prices)):
         rows.append([name, f"{one.min():.3f}", f"{one.mean():.3f}", f"{one.max():.3f}"])
     print(f"{len(off)} traces, {CASES} cases of {options.runs} runs\n\n{table(rows)}")
-    bad = np.mean(shares) < KEPT or max(np.abs(hours - 1).max(), np.abs(prices - 1).max()) > OFF
+    middle, low = least_by_luck(options.runs)
+    print(f"\nThe least of cases that keep {CONFIDENCE}: {middle:.3f} in the median, {low:.3f} at 2.5 %.")
+    found = zip(worst, again, strict=True)
+    text = ", ".join(f"case {k} {one:.3f} (before {shares[k]:.3f})" for k, one in found)
+    print(f"The worst again, {AGAIN} other runs each: {text}.")
+    bad = min(again) < KEPT or max(np.abs(hours - 1).max(), np.abs(prices - 1).max()) > OFF
     return int(bad)
 
 

@@ -7,8 +7,9 @@ its last checkpoint; each checkpoint takes `checkpoint_seconds`. With the best i
     lost = exp(rate * restart) / (1 - x),    (1 - x) exp(x) = exp(-rate * checkpoint),    interval = x / rate
 
 times as long while all machines are there, which is the product of their availabilities. The preemptions of a
-job are many independent delays: what they add is taken as a gamma distribution with the mean and the variance
-of as many delays of a restart, part of an interval, and an exponential time away.
+job are independent delays: with the probability of none they add nothing, else what they add is taken as a
+gamma distribution with the mean and the variance of delays of a restart, part of an interval, and an
+exponential time away.
 
 A machine's trace tells its availability, its mean time away, and the rate with which exponential times would
 lose as much work as its own times do, whose variation is often larger.
@@ -33,6 +34,7 @@ HOUR = 3600.0
 MOST_LOST = 700.0  # log of how much longer a job may take
 LEAST_RATE, MOST_RATE = 1e-6, 1e3  # an hour, of a trace
 BISECTIONS = 60
+TINY = 1e-9
 COLUMNS = "seconds", "available"
 
 
@@ -53,13 +55,16 @@ def lost_to_preemptions(per_hour: Any, spot: Spot) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Delays:
-    """The seconds of a job with `work` seconds of undisturbed steps: the least, and what preemptions add on
-    average, with its variance. Numbers, or arrays.
+    """The seconds of a job with `work` seconds of undisturbed steps: the least, what preemptions add on
+    average, with its variance, and the probability that there are none. last: of the last checkpoint, of
+    which the least has a part. Numbers, or arrays.
     """
 
     least: Any
     mean: Any
     variance: Any
+    none: Any
+    last: Any
 
     @staticmethod
     def of(work: Any, per_hour: Any, away: Any, spot: Spot) -> Delays:
@@ -74,7 +79,9 @@ class Delays:
         gone = np.where(rate > 0, absent / np.where(rate > 0, rate, 1.0), 0.0)
         each = (mean / number) ** 2 + np.where(rate > 0, every, 0.0) ** 2 / 12 + gone**2
         more = 1 + mean / np.maximum(least, 1e-300)  # delays make room for further ones
-        return Delays(least, mean, number * each * more)
+        none = np.where(rate > 0, np.exp(-rate * least), 0.0)
+        last = np.where(rate > 0, spot.checkpoint_seconds, 0.0)
+        return Delays(least, mean, number * each * more, none, last)
 
     @property
     def expected(self) -> Any:
@@ -83,18 +90,28 @@ class Delays:
     def by(self, confidence: float) -> Any:
         """The seconds by which the job has ended with this probability."""
         special = needed("scipy.special", "plan")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shape, scale = self.mean**2 / self.variance, self.variance / self.mean
-            more = special.gammaincinv(shape, confidence) * scale
-        return self.least + np.where(np.asarray(self.mean) > 0, more, 0.0)
+        share = np.maximum((confidence - self.none) / np.maximum(1 - self.none, TINY), 0.0)
+        shape, scale = self._delayed()
+        with np.errstate(invalid="ignore"):
+            more = special.gammaincinv(shape, share) * scale
+        return self.least + self.last + np.where(np.asarray(self.mean) > 0, more, 0.0)
 
     def chance(self, seconds: float) -> float:
         """The probability that the job has ended by then."""
         special = needed("scipy.special", "plan")
+        seconds = seconds - float(self.last)
         if seconds < self.least or self.mean <= 0:
             return float(seconds >= self.least)
-        shape, scale = self.mean**2 / self.variance, self.variance / self.mean
-        return float(special.gammainc(shape, (seconds - self.least) / scale))
+        shape, scale = self._delayed()
+        return float(self.none + (1 - self.none) * special.gammainc(shape, (seconds - self.least) / scale))
+
+    def _delayed(self) -> tuple[Any, Any]:
+        """The shape and the scale of what preemptions add where there are some."""
+        some = np.maximum(1 - self.none, TINY)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = self.mean / some
+            variance = np.maximum((self.variance + self.mean**2) / some - mean**2, TINY * mean**2)
+            return mean**2 / variance, variance / mean
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ MOST = {
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 122
     "pyps/torch": 7_307,
     "pyps/worker": 7_756,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_406,  # shares of memory planned with batches, micro-batches, what helps: 750 more
+    "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
     "profiler": 2_619,  # the cost of lengths: 71 more
     "csrc": 12_182,  # a claim that a signal took away is given again: 18 more, 10 in Python
 }

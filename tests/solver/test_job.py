@@ -14,7 +14,7 @@ from planning_tools import profile
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Profile, check_cluster
 from pyps.formats.cluster import Spot
-from pyps.solver.jobs.spot import lost_to_preemptions
+from pyps.solver.jobs.spot import HOUR, Delays, lost_to_preemptions
 from pyps.solver.plan import make_plan
 
 TARGET = 1e6
@@ -127,3 +127,16 @@ def test_what_preemptions_cost() -> None:
 
         assert took(every) == pytest.approx(lost, rel=1e-6)
         assert min(took(every * factor) for factor in (0.5, 0.9, 1.1, 2.0)) >= lost
+
+
+def test_a_job_that_is_seldom_preempted_ends_by_its_deadline_as_often_as_said() -> None:
+    """One delay is a restart and a uniform part of an interval; with a probability of 0.86 there is none."""
+    spot = Spot(checkpoint_seconds=9, restart_seconds=400)
+    work, per_hour = 15 * HOUR, 0.01
+    delays, every = Delays.of(work, per_hour, 0.0, spot), float(lost_to_preemptions(per_hour, spot)[1])
+    none = math.exp(-per_hour / HOUR * float(delays.least))
+    part = (0.95 - none) / (1 - none)
+    assert float(delays.by(0.95) - delays.least) == pytest.approx(400 + part * every, rel=0.15)
+    assert float(delays.by(0.8)) == float(delays.least) + 9, "the checkpoint at the end"
+    for confidence in (0.9, 0.95, 0.99):
+        assert delays.chance(float(delays.by(confidence))) == pytest.approx(confidence)
