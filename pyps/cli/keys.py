@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from pyps.cli.ranks import rank_list
+from pyps.cli.options import rank_list
 from pyps.cli.terminal import say
 from pyps.errors import InputError, how_to_install
 

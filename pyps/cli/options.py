@@ -15,6 +15,7 @@ import typer
 from msgspec import Meta
 from typer.core import TyperCommand
 
+from pyps.errors import InputError
 from pyps.formats import RunTable
 from pyps.formats.options import declared
 
@@ -122,3 +123,10 @@ def misplaced_options(ctx: typer.Context, args: Sequence[str]) -> list[str]:
     """Return a script's arguments that are options of the command that starts it."""
     own = {name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")}
     return [name for name in (arg.partition("=")[0] for arg in args) if name in own]
+
+
+def rank_list(text: str) -> list[int]:
+    """The ranks of "0,2". Raises InputError."""
+    if not all(part.isascii() and part.isdigit() for part in text.split(",")):
+        raise InputError("--ranks", "", repr(text), "ranks separated by commas, such as 0,2")
+    return [int(part) for part in text.split(",")]

@@ -13,9 +13,8 @@ import typer
 from rich.table import Table
 
 from pyps.checkpoint.folder import find_checkpoint, read_manifest
-from pyps.cli.options import misplaced_options, with_options
+from pyps.cli.options import misplaced_options, rank_list, with_options
 from pyps.cli.progress import Screen
-from pyps.cli.ranks import rank_list
 from pyps.cli.terminal import terminal
 from pyps.errors import InputError
 from pyps.formats import encode, read_plan
