@@ -230,6 +230,10 @@ class UnevenTraining:
         for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
             if getattr(self, name):
                 raise InputError("UnevenTrainer", name, "True", "DDP; FSDP2 is for GlobalMean")
+        generates = getattr(args, "predict_with_generate", False) or hasattr(self, "num_generations")
+        if self.run.stage == 3 and generates:  # as many passes as its own texts need
+            expected = "stage=1, or generation of your own within pyps.sharding.gathered(model)"
+            raise InputError("UnevenTrainer", "stage", "3 with a trainer that generates", expected)
         if not args.average_tokens_across_devices:
             expected = "True: else each rank divides by its own targets"
             raise InputError("UnevenTrainer", "average_tokens_across_devices", "False", expected)

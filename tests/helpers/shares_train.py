@@ -16,6 +16,8 @@ import torch.distributed as dist
 import trainer_checks as checks
 from torch.utils.data import DataLoader
 
+from pyps.errors import InputError
+
 SHARES, OTHERS, SPLIT, PARTS, EPOCHS = [0.75, 0.25], [0.1, 0.9], [32, 16], 2, 3
 SAVED = 4  # the step after which a checkpoint is written, at the end of an epoch
 WITHIN = 6  # the same, in the midst of one
@@ -120,6 +122,21 @@ def transformers(shares: list[float] | None, folder: str, loads: int) -> Run:
     return [*state.values(), evaluated], _held(trainer.optimizer.optimizer, trainer.model)
 
 
+def _refused(folder: str) -> str:
+    """Return what is said of a Trainer that generates, with stage=3."""
+    from transformers import Seq2SeqTrainingArguments
+    from transformers_train import Mean, Rows
+
+    from pyps.torch.transformers import UnevenTrainer
+
+    arguments = Seq2SeqTrainingArguments(folder, use_cpu=True, predict_with_generate=True, report_to="none")
+    try:
+        UnevenTrainer(Mean(), arguments, train_dataset=Rows(), shares=SHARES, stage=3).train()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def in_lightning(shares: list[float] | None, folder: str, loads: int) -> Run:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -168,11 +185,13 @@ def main() -> None:
     (whole, every), (first, held) = train(None, folder, 0), train(SHARES, folder, 0)
     steps = [SAVED, WITHIN] if train is in_lightning else [SAVED]
     again, others = zip(*(train(OTHERS, folder, step) for step in steps), strict=True)
-    found = {
+    found: dict[str, Any] = {
         "off": max(float((a - b).abs().max()) for a, b in zip(whole, first, strict=True)),
         "resumed": max(float((a - b).abs().max()) for run in again for a, b in zip(whole, run, strict=True)),
         "held": [held / every, others[0] / every],
     }
+    if train is transformers and STAGE == 3:
+        found["refused"] = _refused(folder)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0:

@@ -29,8 +29,8 @@ MOST = {
     "pyps/step": 946,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
     "pyps/store": 2_352,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
-    # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 122
-    "pyps/torch": 7_307,
+    # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
+    "pyps/torch": 7_310,
     "pyps/worker": 7_756,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
     "profiler": 2_619,  # the cost of lengths: 71 more

@@ -18,6 +18,7 @@ from pyps.torch.adapter import is_shuffled
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 EXACT = 1e-12  # relative, in fp64
 SAMPLES, ROUND, EVALUATED = 160, 72, 50
+GENERATES = "found 3 with a trainer that generates; expected stage=1, or"
 
 
 def check(found: dict[str, Any], rate: float) -> None:
@@ -101,4 +102,5 @@ def test_shares(tmp_path: Path, library: str, stage: int) -> None:
     ranks = trained("shares_train.py", tmp_path, LIBRARY=library, STAGE=str(stage))
     for k, found in enumerate(ranks):
         assert max(found["off"], found["resumed"]) < EXACT
+        assert (library, stage) != ("transformers", 3) or GENERATES in found["refused"]
         assert found["held"] == pytest.approx([(0.75, 0.25)[k], (0.1, 0.9)[k]], abs=0.01)
