@@ -34,10 +34,23 @@ static float by_staleness(const struct view *v, uint64_t staleness) {
     return staleness ? whole / (float)staleness : whole;
 }
 
+/* Whether a worker has claimed samples, and a staging buffer that is not in the open round. */
+static bool one_can_come(const struct view *v) {
+    for (uint32_t slot = 0; slot < v->participants; slot++) {
+        const struct member *m = view_member(v, slot);
+        uint32_t staged = 0;
+        if (m->state != PYPS_ACTIVE || !m->claim_count) continue;
+        for (uint32_t k = 0; k < v->staged; k++) staged += view_pending(v)[k].slot == slot;
+        if (staged < v->staging_buffers) return true;
+    }
+    return false;
+}
+
+/* At the end of the run those without samples bring nothing: the others wait for no more than can come. */
 static bool split_staged(struct view *v, uint64_t now) {
     (void)now;
     uint32_t wanted = v->active / v->policy_params.splits;
-    return v->staged >= (wanted ? wanted : 1) || (!v->outstanding && !view_samples_left(v));
+    return v->staged >= (wanted ? wanted : 1) || (!view_samples_left(v) && !one_can_come(v));
 }
 
 static bool present(const struct view *v, const struct rank *rank) {

@@ -119,10 +119,11 @@ static int replay_entry(struct replay *r, const struct journal_entry *entry) {
     return start_at(r, entry);
 }
 
-/* By view; the event that led to a view comes first. */
+/* By store and view; the event that led to a view comes first. */
 static int in_order(const void *left, const void *right) {
     const struct journal_entry *a = *(const struct journal_entry *const *)left,
                                *b = *(const struct journal_entry *const *)right;
+    if (a->store != b->store) return a->store < b->store ? -1 : 1;
     if (a->sequence != b->sequence) return a->sequence < b->sequence ? -1 : 1;
     int first = a->event.kind && a->verdict == STEP_COMMIT,
         second = b->event.kind && b->verdict == STEP_COMMIT;
@@ -130,14 +131,24 @@ static int in_order(const void *left, const void *right) {
     return a < b ? -1 : a > b;
 }
 
-static int replay_all(struct journal_entry **entries, size_t count, pyps_replay_result *out) {
+/* The entries of one store, in order. */
+static int replay_store(struct journal_entry **entries, size_t count, pyps_replay_result *out) {
     struct replay r = {.out = out};
     int rc = PYPS_OK;
-    qsort(entries, count, sizeof *entries, in_order);
     for (size_t i = 0; i < count && !rc; i++) rc = replay_entry(&r, entries[i]);
     if (!rc && r.view && entries[count - 1]->sequence > r.view->sequence)
         out->missing_events += entries[count - 1]->sequence - r.view->sequence;
     free(r.view), free(r.next);
+    return rc;
+}
+
+static int replay_all(struct journal_entry **entries, size_t count, pyps_replay_result *out) {
+    int rc = PYPS_OK;
+    qsort(entries, count, sizeof *entries, in_order);
+    for (size_t first = 0, next = 0; first < count && !rc; first = next) {
+        while (next < count && entries[next]->store == entries[first]->store) next++;
+        rc = replay_store(entries + first, next - first, out);
+    }
     return rc;
 }
 

@@ -44,7 +44,8 @@ void journal_event(pyps_store *s, const struct event *e, const struct outcome *o
     }
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
-    entry.sequence = v->sequence, entry.verdict = verdict, entry.event = *e, entry.outcome = *o;
+    entry.store = s->header->drawn, entry.sequence = v->sequence, entry.verdict = verdict, entry.event = *e,
+    entry.outcome = *o;
     entry.digest = verdict == STEP_COMMIT ? journal_digest(v) : 0;
     const void *more = e->kind == EVENT_SCHEDULE ? (const void *)e->turns : e->batches;
     size_t each = e->kind == EVENT_SCHEDULE ? sizeof *e->turns : sizeof *e->batches;
@@ -78,7 +79,7 @@ int journal_open(const char *path, int *fd_out) {
 int journal_view(const pyps_store *s, const struct view *v) {
     struct journal_entry entry;
     memset(&entry, 0, sizeof entry);
-    entry.sequence = v->sequence, entry.digest = journal_digest(v);
+    entry.store = s->header->drawn, entry.sequence = v->sequence, entry.digest = journal_digest(v);
     if (put(s->journal, &entry, v, view_used_bytes(v))) return PYPS_OK;
     return fail(PYPS_ESYS, "journal: writing: %s", strerror(errno));
 }

@@ -52,6 +52,7 @@ struct header {
     uint32_t checksum; /* CRC-32 of geometry, tensors and groups */
     a32 state;
     int64_t clock_offset; /* of the creator's monotonic clock from the machine's: not 0 in a time namespace */
+    uint64_t drawn;       /* at random: says which store an entry of a journal is of */
     _Alignas(64) a64 next_id;  /* participant ids */
     _Alignas(64) a64 view;     /* word {sequence, view buffer} */
     a32 view_waiters;          /* marks: wait.h */

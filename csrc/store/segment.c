@@ -142,6 +142,7 @@ static int write_segment(pyps_store *s, const pyps_config *config, const pyps_st
     memcpy(h->magic, SEGMENT_MAGIC, sizeof h->magic);
     h->endian = ENDIAN_MARK, h->abi = PYPS_ABI, h->bytes = s->layout.bytes, h->geometry = *g;
     h->checksum = geometry_checksum(g, tensors, groups), h->clock_offset = wait_clock_offset();
+    if (getentropy(&h->drawn, sizeof h->drawn)) return map_failed("drawing its number");
     store_relaxed(&h->next_id, 1);
     store32_release(&h->state, SEGMENT_READY);
     return PYPS_OK;

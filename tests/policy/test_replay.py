@@ -19,13 +19,7 @@ from pyps.native.values import Hyper
 from pyps.simulate import replay
 from pyps.store.policies import Policy
 
-BYTES, SEQUENCE, VERDICT, KIND, NOW = (
-    4,
-    8,
-    24,
-    32,
-    40,
-)  # offsets into an entry, as csrc/store/journal.c has it
+BYTES, SEQUENCE, VERDICT, KIND, NOW = 4, 16, 32, 40, 48  # offsets into an entry, as csrc/policy/runs.h has it
 PUSH = 6
 
 
@@ -132,6 +126,26 @@ def test_a_disk_that_was_full_for_a_while_leaves_whole_entries(shm: Path, tmp_pa
     assert entries(journal.read_bytes())[-1] >= size
     again = replay(journal)
     assert (again.differences, again.missing_events) == (0, 0)
+
+
+def test_stores_that_share_a_journal_are_decided_again_each(shm: Path, tmp_path: Path) -> None:
+    """A run that is resumed appends to its journal, and its new store counts some views again."""
+    journal, options = tmp_path / "journal", {"policy": "asp"}
+    plans = [[4], [5], [6]]
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(pyps.Store.create(f"one-{k}", {"w": np.zeros(64)}, batches=plan, **options))
+            for k, plan in enumerate(plans)
+        ]
+        for store in stores:
+            store.join(0)
+            store.journal(journal)
+        for _ in range(20):
+            for store in stores:
+                store.push(store.stage(), store.start().count, Hyper(lr=1e-3))
+    again = replay(journal)
+    assert (again.differences, again.missing_events, again.first) == (0, 0, "")
+    assert again.events >= 3 * 20
 
 
 def test_no_file_is_trusted(tmp_path: Path, shm: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pyps.errors import InvalidArgument
+from pyps.errors import Ended, InvalidArgument
 from pyps.native.values import Hyper, Optimizer
 from pyps.simulate.optimizer import OptimizerState
 from pyps.store.store import Store
@@ -184,6 +184,23 @@ def test_softsync_takes_the_part_that_its_gradients_are() -> None:
         # Fresh gradients count n times as much, as in the published rule: one in n is a step.
         assert weights(first).tolist() == [-2.0 * 2 * 0.5] * 2
         for store in stores[1:]:
+            store.close()
+
+
+def test_the_last_gradients_wait_for_none_that_cannot_come() -> None:
+    """A worker with both of its staging buffers in a round, and the run's last samples."""
+    with Store.create("last", {"w": np.zeros(2)}, batches=[3] * 3, policy="softsync", samples=9) as first:
+        others = [Store.open("last") for _ in range(2)]
+        for store in (first, *others):
+            store.join()
+        for _ in range(3):
+            claim = first.start(timeout=10)
+            first.push(first.stage(timeout=10), claim.count, Hyper(lr=1.0))
+        for store in (first, *others):
+            with pytest.raises(Ended):
+                store.start(timeout=10)
+        assert first.status().round == 2
+        for store in others:
             store.close()
 
 
