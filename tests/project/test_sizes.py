@@ -34,7 +34,7 @@ MOST = {
     "pyps/worker": 7_756,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
     "profiler": 2_619,  # the cost of lengths: 71 more
-    "csrc": 12_211,  # journals of several stores, the last gradients of a softsync run: 29 more, two faults less
+    "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more
 }
 TREE = read_tree(str(ROOT))
 LINES = lines_by_room(TREE)
