@@ -91,7 +91,7 @@ def test_lightning(tmp_path: Path) -> None:
     [
         ("accelerate", 1),
         ("accelerate", 3),
-        ("lightning", 1),
+        pytest.param("lightning", 1, marks=pytest.mark.thorough),
         pytest.param("transformers", 1, marks=pytest.mark.thorough),
         ("transformers", 3),
     ],
