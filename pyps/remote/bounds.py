@@ -26,8 +26,8 @@ from pyps.store.segments import folder
 MAX_CONNECTIONS = 1024
 CONNECTIONS_A_SESSION = 4  # its calls' and its pings', and as many that broke and are not known to have
 SILENT_SHARE = 0.25  # of all connections, for those whose handshake is under way
-QUEUED_MESSAGES = 3  # of one connection that were not taken; the link slows down before there are more
-HELD_BYTES = 5 << 18  # of one connection: the queued ones and one that is coming, each a frame, are less
+QUEUED_MESSAGES = 2  # of one connection, then its link waits; with 1 libzmq 4.3.5 lets no key in
+HELD_BYTES = 1 << 20  # of one connection: the queued ones and one that is coming, each a frame, are less
 ALL_HELD_BYTES = 64 << 20  # of one peer's connections; of all together, while the queues are empty
 MAX_SESSIONS = 256
 SESSIONS_PER_PEER = 32
