@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,28 @@ from pyps.torch.norm import UnevenSyncBatchNorm
 from pyps.torch.schedule import micro_batches
 
 if TYPE_CHECKING:
-    from pyps.torch.global_mean import GlobalMean
+    from pyps.torch.rounds import Rounds
+    from pyps.torch.wrapped import Wrapped
+
+
+class Mean(Protocol):
+    """What the loops use of their GlobalMean."""
+
+    models: list[Wrapped]
+    group: dist.ProcessGroup
+    device: torch.device
+    sampler: Rounds | None
+    calls: int
+
+    def samples_now(self) -> int | None: ...
+
+    def repeats(self, empty: bool) -> None: ...
 
 
 class MicroBatches:
     """The loops over a step's passes, whose losses are plain means; only the last pass reduces."""
 
-    def __init__(self, mean: GlobalMean) -> None:
+    def __init__(self, mean: Mean) -> None:
         self._mean = mean
 
     def cut(self, batch: Any, parts: int | Sequence[int] | None, most: int | None) -> Iterator[Any]:

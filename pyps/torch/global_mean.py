@@ -57,7 +57,8 @@ from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
-from pyps.torch.wrapped import OPEN, REDUCED, Wrapped, wrapped_models
+from pyps.torch.wrapped import OPEN, REDUCED, Wrapped
+from pyps.torch.wrapped_models import wrapped_models
 from pyps.worker.step.terms import OVER_ALL, OWN_BATCHES, Number, Term, are_of_samples, terms_of
 
 BackwardCall = Callable[[], Any]  # a backward pass

@@ -41,11 +41,11 @@ from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.global_batch import BoundedCost
 from pyps.solver.online.state import DeviceState
 from pyps.solver.ranks import prior_of
+from pyps.torch.compute_timer import ComputeTimer
 from pyps.torch.decisions import USUAL, MeasuredRank, Moves, SplitDecision, SplitDecisions
 from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds
-from pyps.torch.waiting import ComputeTimer
 
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP

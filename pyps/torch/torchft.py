@@ -40,11 +40,11 @@ from pyps.solver.online.decide import Split, SplitChange, best_split
 from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
 from pyps.solver.online.state import ReadingMessage
 from pyps.solver.ranks import prior_of
+from pyps.torch.compute_timer import ComputeTimer
 from pyps.torch.decisions import USUAL, Moves
 from pyps.torch.replica_mean import ReplicaMean
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.schedule import proportional_split, round_sizes
-from pyps.torch.waiting import ComputeTimer
 
 WARM_UP = 2  # first steps of a process that are not measured
 

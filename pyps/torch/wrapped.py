@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, repeat
-from operator import contains
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from pyps.errors import InputError
-from pyps.sharding.modules import unit_of
-from pyps.torch.peers import is_divided, parameters_of, peers_of
+from pyps.torch.peers import parameters_of, peers_of
 from pyps.torch.waiting import Waiting, watch_passes
 
 REDUCED = "_pyps_reduced"  # an attribute of parameters: the flags of the GlobalMeans' models that reduce it
 BY_VIEWS: dict[str, Any] = {
     "gradient_as_bucket_view": True
 }  # with which DDP holds gradients once, as plans count them
-NOT_YET: Any = 1  # of DDP's require_forward_param_sync, to which it is as good as True: no forward() since
 ARRIVED = "_pyps_arrived"  # an attribute of models, a flag: whether gradients came since it was read last
-BY_HOOKS = "_in_backward_optimizers"  # an attribute that torch gives parameters whose optimizers are in hooks
 OPEN: list[Any] = []  # backward passes of GlobalMeans that run now, and unweighted() blocks
 
 
@@ -167,95 +161,3 @@ class Wrapped(ABC):
     def install_wire(self, wire: str, scaler: Any) -> Any:
         """Send gradients in another type."""
         raise InputError("GlobalMean", "wire", repr(wire), "same")
-
-
-class WrappedDDP(Wrapped):
-    """A DistributedDataParallel."""
-
-    is_ddp = True
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        first = next(iter(parameters_of(ddp)))
-        super().__init__(ddp, ddp.process_group, first.device)
-        self._ddp: Any = ddp
-        self._reduced = [p for p in self._parameters if p.requires_grad]
-        self._is_divided = any(is_divided(p) for p in self._parameters)
-        if not getattr(ddp, "_lazy_init_ran", True):  # no forward pass yet
-            self._ddp.require_forward_param_sync = NOT_YET
-
-    def reduced(self) -> list[torch.nn.Parameter]:
-        return self._reduced
-
-    def reduces(self) -> bool:
-        return bool(self._ddp.require_backward_grad_sync)
-
-    def refused(self) -> InputError | None:
-        number = int(self._ddp._get_ddp_logging_data()["num_parameter_tensors"])
-        if number != len(self._reduced):
-            found = f"{len(self._reduced)} parameters that train, of which it reduces {number}"
-            return InputError("GlobalMean", "model", found, f"the same; {self._again()}")
-        return None
-
-    def check_pass(self) -> None:
-        if self._ddp._join_config.enable:
-            expected = "no join(): a sampler of pyps gives all ranks as many rounds"
-            raise InputError("GlobalMean", "join()", "a model in it", expected)
-        if self._ddp.require_forward_param_sync and not self.reduces():
-            found = "a forward pass outside of it, whose gradients are reduced"
-            raise InputError("GlobalMean", "no_sync()", found, "forward and backward in it")
-        by_hooks = any(map(contains, self._given, repeat(BY_HOOKS)))
-        if by_hooks or max(map(len, self._hooks), default=1) > 1:
-            found = "an optimizer's step, or another hook, before the gradient is reduced"
-            raise InputError("GlobalMean", "parameters' hooks", found, "optimizer.step() after backward()")
-
-    def watch(self) -> None:
-        super().watch()
-        self._hooks: list[Any] = [p._post_accumulate_grad_hooks for p in self._reduced]
-        self._given = [p.__dict__ for p in self._reduced]
-
-    def check_reduced(self) -> None:
-        if not self._arrived[0]:
-            return
-        self._arrived[0] = False
-        if self._ddp.require_forward_param_sync is not True:  # DDP's forward() sets it
-            found = "gradients that DistributedDataParallel did not reduce"
-            expected = "one backward pass for each forward pass of the model itself, not of its parts"
-            raise InputError("GlobalMean", "forward()", found, expected)
-        self._ddp.require_forward_param_sync = NOT_YET
-
-    def install_wire(self, wire: str, scaler: Any) -> Any:
-        from pyps.torch.wire import install_wire
-
-        return install_wire(self._ddp, wire, scaler)  # type: ignore[arg-type]
-
-    def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()
-        return found
-
-    def _again(self) -> str:
-        return "make DistributedDataParallel anew after unfreezing or adding a layer"
-
-
-def wrapped_models(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Wrapped]:
-    """Each of one or several models. Raises InputError for one without DDP or fully_shard."""
-    models = [model] if isinstance(model, torch.nn.Module) else list(model)
-    if not models:
-        raise InputError("GlobalMean", "model", "none", "at least one")
-    return [_wrapped(one) for one in models]
-
-
-def _wrapped(model: torch.nn.Module) -> Wrapped:
-    plain = getattr(model, "_orig_mod", model)
-    if isinstance(plain, DistributedDataParallel):
-        return WrappedDDP(plain)
-    if unit_of(plain) is not None:
-        from pyps.torch.wrapped_shards import WrappedShards
-
-        return WrappedShards(plain)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
-    if fsdp is None or not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
-        expected = "a DistributedDataParallel, or what fully_shard or shard gives"
-        raise InputError("GlobalMean", "model", type(plain).__name__, expected)
-    from pyps.torch.fsdp_shards import ShardedModel
-
-    return ShardedModel(plain)

@@ -34,7 +34,7 @@ from pyps.torch import (
     agreed_split,
     rounds,
 )
-from pyps.torch.waiting import ComputeTimer
+from pyps.torch.compute_timer import ComputeTimer
 
 BATCH, FIXED, EACH = 64, 0.004, 0.0009  # seconds of the fastest device
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyps.torch
 from pyps.torch import GlobalMean, Moves, Rebalancer, UnevenBatchSampler, agreed_split
-from pyps.torch.waiting import ComputeTimer
+from pyps.torch.compute_timer import ComputeTimer
 
 GPU = torch.device("cuda")
 BUSY_CYCLES = 2_000_000  # a millisecond or so

@@ -24,7 +24,7 @@ from pyps.solver.online.device import BalancedDevice, Bounds
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
 from pyps.torch import GradientNoise, Moves, Rebalancer, SplitChange, to_sink
-from pyps.torch.waiting import ComputeTimer
+from pyps.torch.compute_timer import ComputeTimer
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
