@@ -27,7 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from pyps.errors import InputError, LinkLost, StoreError
 from pyps.native.local import LocalBackend
 from pyps.native.values import Layout
-from pyps.profiler.host_memory import disable_malloc_trim
+from pyps.profiler.host_memory import disable_malloc_trim, trim_malloc
 from pyps.remote.address import (
     CLIENT_TIMEOUT_SECONDS,
     Address,
@@ -65,6 +65,7 @@ SEAL_BYTES = 256  # at least what encryption adds to a frame
 UNSENT_MESSAGES = 32  # to one connection
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
+TRIM_SECONDS = 30.0  # what a burst has left goes so soon; the pages of a gradient are new as seldom
 SIGNAL_SECONDS = 0.5  # in which a handler runs at the latest
 WAKE = None  # in the outbox, in place of a reply
 DOMAIN = "pyps"  # of the admitted keys
@@ -144,6 +145,7 @@ class Server:
             self._end()
             raise
         self._ended = threading.Event()
+        self._trim_at = time.monotonic() + TRIM_SECONDS
         self._go_on()
         self._thread = threading.Thread(target=self._serve, name="pyps-server", daemon=True)
         self._thread.start()
@@ -298,6 +300,9 @@ class Server:
 
     def _look(self, drained: bool) -> None:
         """Do what is to be done from time to time."""
+        if time.monotonic() >= self._trim_at:
+            trim_malloc()
+            self._trim_at = time.monotonic() + TRIM_SECONDS
         self._site.bounds.answers.sweep()
         self._connections.look(drained)
         self.counters.cut_off = self._connections.cut_off
