@@ -166,6 +166,7 @@ def test_an_optimizers_own_state_dict(ranks: Ranks) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(240)
 def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path: Path) -> None:
     """torchrun starts all ranks anew; their parts and the optimizer's come from the last checkpoint."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
@@ -180,7 +181,7 @@ def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path: Path) -> None:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
     )
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
