@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Mean(Protocol):
-    """What the loops use of their GlobalMean."""
+    """The part of a GlobalMean that the loops use."""
 
     models: list[Wrapped]
     group: dist.ProcessGroup

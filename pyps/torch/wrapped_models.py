@@ -1,4 +1,4 @@
-"""What GlobalMean asks of a model in DDP, or that went through shard(), and which of them a model is."""
+"""WrappedDDP and WrappedShards: models in DDP, and such that went through shard(), as GlobalMean uses them."""
 
 from __future__ import annotations
 
