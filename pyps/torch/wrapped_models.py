@@ -1,4 +1,4 @@
-"""WrappedDDP and WrappedShards: models in DDP, and such that went through shard(), as GlobalMean uses them."""
+"""WrappedDDP and WrappedShards: models in DDP, or that went through shard(), as GlobalMean uses them."""
 
 from __future__ import annotations
 
