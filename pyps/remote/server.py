@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from pyps.errors import InputError, LinkLost, StoreError
 from pyps.native.local import LocalBackend
@@ -36,6 +35,7 @@ from pyps.remote.address import (
     is_loopback,
     needs_ipv6,
 )
+from pyps.remote.admission import Admission
 from pyps.remote.bounds import MAX_SESSIONS, QUEUED_MESSAGES, SESSIONS_PER_PEER, ServerBounds
 from pyps.remote.clients import FORGET_SECONDS, ClientRecord, Clients
 from pyps.remote.connections import Connection, Connections
@@ -63,6 +63,7 @@ from pyps.remote.wire import (
 HANDSHAKE_SECONDS = 5.0
 SEAL_BYTES = 256  # at least what encryption adds to a frame
 UNSENT_MESSAGES = 32  # to one connection
+LET_IN_PART = 8  # of one key's connections so many may come between two looks
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
 TRIM_SECONDS = 30.0  # what a burst has left goes so soon; the pages of a gradient are new as seldom
@@ -137,7 +138,7 @@ class Server:
         self._outbox = Outbox()
         self._clients = Clients(self._site, self._outbox)
         self._context: zmq.Context[Any] = zmq.Context(io_threads=2)
-        self._guard: ThreadAuthenticator | None = None
+        self._admission: Admission | None = None
         self._folder: SocketFolder | None = None
         try:
             self._router = self._bind(bind, keys)
@@ -207,8 +208,8 @@ class Server:
         self._end()
 
     def _end(self) -> None:
-        if self._guard is not None:
-            self._guard.stop()
+        if self._admission is not None:
+            self._admission.close()
         self._context.destroy(linger=200)
         if self._folder is not None:  # only now: libzmq removes the socket's file when it ends
             self._folder.close()
@@ -224,9 +225,8 @@ class Server:
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
             self._keys = KeyFolder.open(keys)
-            self._guard = ThreadAuthenticator(self._context)
-            self._guard.start()
-            self._guard.configure_curve_callback(DOMAIN, _Admission(self._keys))
+            at_once = self._site.bounds.connections.share // LET_IN_PART
+            self._admission = Admission(self._context, self._keys, at_once)
             router.curve_server = True
             pair = self._keys.keys
             router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()
@@ -277,6 +277,8 @@ class Server:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outbox, zmq.POLLIN)
         poller.register(self._connections.events, zmq.POLLIN)
+        if self._admission is not None:
+            poller.register(self._admission.questions, zmq.POLLIN)
         look_at, drained = time.monotonic(), False
         while not self._stopping:
             poller.poll(max(0, math.ceil(1000 * (look_at - time.monotonic()))))
@@ -285,6 +287,8 @@ class Server:
                     self._guarded(self._finish, reply)
             drained = self._receive_some() or drained
             self._guarded(self._connections.trim)
+            if self._admission is not None:
+                self._guarded(self._admission.answer)
             if time.monotonic() >= look_at:
                 self._guarded(self._look, drained)
                 drained = False
@@ -305,6 +309,8 @@ class Server:
             self._trim_at = time.monotonic() + TRIM_SECONDS
         self._site.bounds.answers.sweep()
         self._connections.look(drained)
+        if self._admission is not None:
+            self._admission.count_anew()
         self.counters.cut_off = self._connections.cut_off
         self.counters.timed_out += self._clients.expire()
         if self._keys is not None and self._keys.reload():
@@ -491,13 +497,3 @@ def _bind_tcp(router: zmq.Socket[bytes], bind: str) -> None:
     except zmq.ZMQError as error:
         expected = "an address of this machine that is free"
         raise InputError("serve", "bind", f"{bind}: {error}", expected) from None
-
-
-class _Admission:
-    """Tells the authenticator to admit the keys of a folder, as it is now."""
-
-    def __init__(self, folder: KeyFolder) -> None:
-        self._folder = folder
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return self._folder.name_of(key.decode()) is not None

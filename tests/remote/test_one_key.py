@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ import zmq
 from remote_tools import eventually
 
 import pyps.remote.address
-from pyps.errors import InvalidArgument, OutOfSpace
+from pyps.errors import InvalidArgument, OutOfSpace, SegmentNotFound
 from pyps.native.values import Hyper
 from pyps.remote import create_store, open_store
 from pyps.remote.address import needs_ipv6, parse_address
+from pyps.remote.admission import Admission
 from pyps.remote.keys import KeyFolder, read_client_keys
-from pyps.remote.server import Server
+from pyps.remote.server import LET_IN_PART, Server
 from pyps.remote.wire import Ping, encode
 from pyps.store import Store
 
@@ -60,12 +62,8 @@ def at(server: Server, keys: Path, name: str) -> str:
 
 def pinging(context: zmq.Context[Any], server: Server, keys: Path) -> zmq.Socket[bytes]:
     """A connection of `hostile` that has brought a ping, and no session."""
-    own, found = read_client_keys(keys / "hostile.key"), parse_address(at(server, keys, "hostile"))
-    one: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    one.linger, one.curve_serverkey = 0, own.server.encode()
-    one.curve_publickey, one.curve_secretkey = own.public.encode(), own.secret.encode()
-    one.reconnect_ivl = -1
-    one.connect(found.endpoint)
+    found = parse_address(at(server, keys, "hostile"))
+    one = hostile_key.connection(context, read_client_keys(keys / "hostile.key"), found.endpoint)
     one.send(encode(Ping(b"h" * 16)))
     assert one.poll(20_000)
     return one
@@ -89,6 +87,32 @@ def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: 
         assert slow.recv(64)  # the server's greeting
         with pytest.raises(BlockingIOError):  # it was not cut
             slow.recv(64)
+
+
+@pytest.mark.promise("Between two counts of its connections a key opens few")
+def test_few_connections_of_one_key_come_in_between_two_counts(
+    server: Server, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq would take all of them, with their messages. Another key comes in; in the end all do."""
+    few, own = server._connections._bound.share // LET_IN_PART, read_client_keys(keys / "hostile.key")
+    endpoint = parse_address(at(server, keys, "hostile")).endpoint
+    with ExitStack() as stack:
+        context: zmq.Context[Any] = stack.enter_context(zmq.Context())
+        with monkeypatch.context() as patch:
+            patch.setattr(Admission, "count_anew", lambda _: None)
+            make = partial(hostile_key.connection, context, own, endpoint, again_ms=10)
+            many = [stack.enter_context(make()) for _ in range(3 * few)]
+            for one in many:
+                one.send(encode(Ping(b"h" * 16)))
+            eventually(lambda: sum(map(has_pong, many)) == few)
+            with pytest.raises(SegmentNotFound), open_store(at(server, keys, "maker")):
+                pass
+            assert sum(map(has_pong, many)) == few
+        eventually(lambda: all(map(has_pong, many)))
+
+
+def has_pong(one: zmq.Socket[bytes]) -> bool:
+    return bool(one.poll(0))
 
 
 @pytest.mark.promise("New workers of one key get at most half")
