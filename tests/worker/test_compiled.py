@@ -60,6 +60,7 @@ def test_one_rank_may_compile_its_model(shm: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*normaliz")
+@pytest.mark.filterwarnings("ignore:the model.s BatchNorm takes its statistics")
 def test_a_part_may_be_compiled_and_buffers_keep_their_names(shm: Path) -> None:
     models = [Normed(part=True), Normed(part=False)]
     names = train(models)
