@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from pyps.errors import Forked, SegmentNotFound, StoreError, TimedOut, WaitInterrupted
 from pyps.formats.plan import TurnSchedule
-from pyps.formats.records import Span
 from pyps.native import (
     AVERAGED,
     NANOSECOND,
@@ -63,7 +61,7 @@ from pyps.native.values import (
     Ticket,
     Traffic,
 )
-from pyps.step.transfer import Transfers, Verb, claims_after
+from pyps.step.transfer import Transfers, Verb
 
 ANY_PLAN = GIVEN_LAST = 2**64 - 1
 ARRIVAL_ELEMENTS = 1 << 20  # of an exchange's copy that are told at once: 4 MiB, at most 0.4 ms of a bus
@@ -304,46 +302,27 @@ class LocalBackend:
             self._hyper, self._constants = request.hyper, hyper_array(request.hyper)
         return push_args(what, request, self._constants)
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
         return partial(self._transfer, request)
 
     def _transfer(
-        self, request: TransferRequest, out: Flat, arrived: ArrivalCallback | None = None
+        self, request: TransferRequest[PushRequest], out: Flat, arrived: ArrivalCallback | None = None
     ) -> Transferred:
-        push, pulls = request.push, request.codec
-        began, pulling = time.monotonic(), 0.0
-
-        def limit() -> None:
-            if request.max_samples is not None:
-                self.set_max_samples(request.max_samples)
+        push, codec = request.push, request.codec
 
         def exchange() -> tuple[PushResult, int | None]:
-            return (self.push(push), None) if pulls is not Codec.F32 else self.exchange(push, out, arrived)
+            return (self.push(push), None) if codec is not Codec.F32 else self.exchange(push, out, arrived)
 
-        def pull() -> int:
-            nonlocal pulling
-            pulling = time.monotonic()
-            return self.pull(out, None, pulls)
-
-        done = self._transfers.run(
+        return self._transfers.run(
             request.ask,
+            self,
             {
-                Verb.LIMIT: limit,
                 Verb.PUSH: lambda: self.push(push),
                 Verb.EXCHANGE: exchange,
                 Verb.SKIP: lambda: self.push(skipping(push)),
-                Verb.CLAIM: claims_after(request.ask, self.start_ahead),
-                Verb.PULL: pull,
+                Verb.PULL: lambda: self.pull(out, None, codec),
             },
         )
-        pushed = began + done.push_seconds
-        waited = min(began + done.result.wait_seconds, pushed) if done.result is not None else began
-        spans: list[Span] = [("wait", began, waited)] if waited > began else []
-        spans.append(("push", waited, pushed))
-        if pulling:
-            spans.append(("pull", pulling, time.monotonic()))
-        fenced = done.error is not None
-        return Transferred(done.result, done.claims, done.pulled, spans, done.skipped, fenced)
 
     def _pull_by_codes(self, codec: Codec, out: Flat) -> int:
         trained, averaged = self.layout.trained_elements, 4 * self.layout.averaged_elements

@@ -6,47 +6,72 @@ come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from pyps.formats.records import Span
+from pyps.formats.records import Span, SpanKind
 from pyps.native.values import Claim, Codec, Flat, PushRequest, PushResult
-from pyps.step.transfer import Ask
 
-PULLS = Ask()
+MOST_CLAIMS = 16  # of a transfer: the steps of the deepest pipeline, and some more
 NO_PARAMETERS: Flat = np.empty(0, np.float32)  # what a transfer that pulls none writes to
 # As an exchange goes on: the first element and the count of a further run of its copy that is final.
 ArrivalCallback = Callable[[int, int], object]
+P = TypeVar("P")
 
 
-class TransferRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Say what a transfer is to do.
+
+    exchanges: the pull comes with the push; otherwise after the claims, so that parameters are no older than
+    a bounded policy allows. claims: of later steps, as far as the policy allows. pulls: whether parameters
+    come back. alone: its sender has no other under way and waits for it, so it does not fail as an earlier
+    one did; a push that is rejected, or whose values are not finite, is an error. Otherwise these are part
+    of a transfer: a step that cannot be pushed is skipped. after: `first` of the last claim that its sender
+    has, so that claims whose reply it did not take come again; None, with others under way: the last given.
+    max_samples: as for Store.set_max_samples; None: unchanged.
+    """
+
+    exchanges: bool = False
+    claims: Annotated[int, Meta(ge=0, le=MOST_CLAIMS)] = 0
+    pulls: bool = True
+    alone: bool = False
+    after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    max_samples: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] | None = None
+
+
+class TransferRequest(msgspec.Struct, Generic[P], frozen=True, forbid_unknown_fields=True):
     """Say what travels: the push of a step whose samples are claimed, and what `ask` says.
 
-    codec: of the pulled parameters. max_samples: as for Store.set_max_samples; None: unchanged.
+    push: a PushRequest; over the link its header, as the numbers follow. codec: of the pulled parameters.
     """
 
-    push: PushRequest
+    push: P
     codec: Codec = Codec.F32
-    ask: Ask = PULLS
-    max_samples: int | None = None
+    ask: Ask = Ask()
 
 
-class Transferred(NamedTuple):
-    """Hold what a transfer came to.
+class Transferred(msgspec.Struct, frozen=True):
+    """Hold what a transfer came to. It goes over the link as it is.
 
-    result: of the push; None: the policy rejected it, or it was `skipped`, since its values are not finite.
-    version: of the parameters that came back; None: none were asked for, or the worker was `fenced`: after
-    the push a claim or a pull raised Fenced or NotFinite, as the next one will.
+    result: of the push; None: the policy `rejected` it, it was `skipped`, since its values are not finite, or
+    the worker was fenced before it. version: of the parameters that came back; None: none were asked for, or
+    the worker was `fenced`: after the push a claim or a pull raised Fenced or NotFinite, as the next one
+    will. spans: by the clock of the machine that has made or received it.
     """
 
-    result: PushResult | None
-    claims: tuple[Claim, ...]
-    version: int | None
-    spans: list[Span]
+    result: PushResult | None = None
+    claims: tuple[Claim, ...] = ()
+    version: int | None = None
+    rejected: bool = False
     skipped: bool = False
     fenced: bool = False
+    spans: tuple[Span, ...] = ()
 
 
 class FinishTransfer(Protocol):
@@ -63,12 +88,6 @@ def skipping(push: PushRequest) -> PushRequest:
     return PushRequest(push.staging, 0, push.hyper)
 
 
-def spans_of(began: float, pushed: float, pulled: float, result: PushResult | None) -> list[Span]:
-    """Return the spans of a transfer over a link, of which the push ended with its wait for others.
-
-    began, pushed, pulled: seconds of the monotonic clock. result: of the push; None: rejected.
-    """
-    waited = min(result.wait_seconds, pushed - began) if result is not None else 0.0
-    arrived = pushed - waited
-    waits: list[Span] = [("wait", arrived, pushed)] if waited > 0.0 else []
-    return [("push", began, arrived), *waits, ("pull", pushed, pulled)]
+def seconds_of(spans: Iterable[Span], *kinds: SpanKind) -> float:
+    """Return how long the spans of these kinds last together."""
+    return sum(end - begin for kind, begin, end in spans if kind in kinds)

@@ -13,20 +13,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pyps import native
 from pyps.errors import InvalidArgument, NotFinite, PushRejected, StoreError, StoreFull, TimedOut
+from pyps.formats.records import Span
 from pyps.native.decisions import Advice
-from pyps.native.transfer import ArrivalCallback, Transferred, TransferRequest, skipping, spans_of
-from pyps.native.values import Claim, Codec, EncodeCounts, Encoding, Flat, PushRequest, Role
+from pyps.native.transfer import ArrivalCallback, Transferred, TransferRequest, skipping
+from pyps.native.values import Claim, Codec, EncodeCounts, Encoding, Flat, PushRequest, PushResult, Role
 from pyps.remote import verbs
 from pyps.remote.address import Address
 from pyps.remote.client import Client
 from pyps.remote.parts import Coded, Extents
 from pyps.remote.verbs import call
-from pyps.remote.wire import OpenReply, PushHeader, TransferReply
+from pyps.remote.wire import OpenReply, PushHeader
 from pyps.store.backend import MAX_CALL_SECONDS
 from pyps.store.codec import Residual, encode
 
@@ -219,7 +221,9 @@ class Away:
             if isinstance(error, TimedOut):  # it waited for its turn
                 self._compute_began += time.monotonic() - began
 
-    def _sendable(self, request: TransferRequest, send: Callable[[PushRequest], T]) -> tuple[PushRequest, T]:
+    def _sendable(
+        self, request: TransferRequest[PushRequest], send: Callable[[PushRequest], T]
+    ) -> tuple[PushRequest, T]:
         """The push, and what `send` makes of it; a step that is not finite is skipped, unless it is alone."""
         try:
             return request.push, send(request.push)
@@ -230,7 +234,7 @@ class Away:
             return skip, send(skip)
 
     def _finished(
-        self, sent: Outgoing, reply: TransferReply, pushed: float, out: Flat, arrived: ArrivalCallback | None
+        self, sent: Outgoing, reply: Transferred, pushed: float, out: Flat, arrived: ArrivalCallback | None
     ) -> Transferred:
         """A transfer of which all has come, by this time. pushed: seconds of the monotonic clock."""
         self._compute_began = time.monotonic()
@@ -241,7 +245,8 @@ class Away:
             result = replace(result, nonfinite=counts.nonfinite, blocks_skipped=counts.blocks_skipped)
         if reply.version is not None and arrived is not None:
             arrived(0, out.size)
-        return Transferred(result, reply.claims, reply.version, spans, skipped, reply.fenced)
+        rejected = reply.rejected and not skipped
+        return msgspec.structs.replace(reply, result=result, rejected=rejected, skipped=skipped, spans=spans)
 
     def _header(self, request: PushRequest) -> PushHeader:
         """Say what precedes a push. Before it is encoded, which is no computing. Raises InvalidArgument."""
@@ -293,6 +298,17 @@ def _is_encoded_here(request: PushRequest) -> bool:
 
 def _keeps_residual(request: PushRequest) -> bool:
     return _is_encoded_here(request) and request.encoding.error_feedback
+
+
+def spans_of(began: float, pushed: float, pulled: float, result: PushResult | None) -> tuple[Span, ...]:
+    """Return the spans of a transfer over a link, of which the push ended with its wait for others.
+
+    began, pushed, pulled: seconds of the monotonic clock. result: of the push; None: rejected.
+    """
+    waited = min(result.wait_seconds, pushed - began) if result is not None else 0.0
+    arrived = pushed - waited
+    waits: list[Span] = [("wait", arrived, pushed)] if waited > 0.0 else []
+    return ("push", began, arrived), *waits, ("pull", pushed, pulled)
 
 
 def check_finite(request: PushRequest, *values: NDArray[Any]) -> None:

@@ -36,6 +36,7 @@ from pyps.native.interrupt import check_waits
 from pyps.native.local import LocalBackend
 from pyps.native.ranges import Packer, Ranges, elements
 from pyps.native.state import StateHeader
+from pyps.native.transfer import Transferred, TransferRequest
 from pyps.native.values import Claim, Codec, Encoding, Flat, Layout, PushRequest, PushResult, Role
 from pyps.remote import verbs
 from pyps.remote.bounds import AnswerRoom
@@ -44,8 +45,8 @@ from pyps.remote.framing import Frames, Reply, check_size, from_frames
 from pyps.remote.parts import Extents, sent_ranges
 from pyps.remote.site import MAKER, Site, Whose
 from pyps.remote.verbs import Arrays, Bulk, Caller, Handler, Handlers
-from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
-from pyps.step.transfer import Transfers, Verb, claims_after
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader
+from pyps.step.transfer import Transfers, Verb
 from pyps.store.codec import encoded_bytes, encoded_vector_bytes
 
 P = ParamSpec("P")
@@ -352,37 +353,39 @@ class LinkSession:
         return Extents.of(self.store.tensors, self.layout)
 
     @HANDLERS.bulk(verbs.TRANSFER)
-    def transfer(self, numbers: Frames, header: TransferHeader) -> tuple[TransferReply, Arrays]:
+    def transfer(self, numbers: Frames, request: TransferRequest[PushHeader]) -> tuple[Transferred, Arrays]:
         """Push, claim ahead and pull, as pyps.step.transfer has it."""
-        sent, skip = header.push, msgspec.structs.replace(header.push, samples=0)
-
-        def limit() -> None:
-            if header.max_samples is not None:
-                self.store.set_max_samples(header.max_samples)
+        skip, codec = msgspec.structs.replace(request.push, samples=0), request.codec
+        arrays: Arrays = ()
 
         def push() -> PushResult:
-            return self._pushed(sent, numbers, self.store.push)
+            return self._pushed(request.push, numbers, self.store.push)
 
-        def exchange() -> tuple[PushResult, tuple[int, Arrays] | None]:
-            if header.codec is not Codec.F32:
+        def exchange() -> tuple[PushResult, int | None]:
+            nonlocal arrays
+            if codec is not Codec.F32:
                 return push(), None
             flat = self.room.take(np.float32, self.layout.flat_elements)
-            result, version = self._pushed(sent, numbers, lambda request: self.store.exchange(request, flat))
-            return result, (version, self._extents.held((flat,)))
+            found = self._pushed(request.push, numbers, lambda push: self.store.exchange(push, flat))
+            arrays = self._extents.held((flat,))
+            return found
+
+        def pull() -> int:
+            nonlocal arrays
+            version, arrays = self.pull((), codec, None)
+            return version
 
         done = self._transfers.run(
-            header.ask,
+            request.ask,
+            self.store,
             {
-                Verb.LIMIT: limit,
                 Verb.PUSH: push,
                 Verb.EXCHANGE: exchange,
                 Verb.SKIP: lambda: self._pushed(skip, (), self.store.push),
-                Verb.CLAIM: claims_after(header.ask, self.store.start_ahead),
-                Verb.PULL: lambda: self.pull((), header.codec, None),
+                Verb.PULL: pull,
             },
         )
-        version, arrays = done.pulled or (None, ())
-        return TransferReply.of(done, version), arrays
+        return done, () if done.version is None else arrays
 
     def _pushed(self, header: PushHeader, numbers: Frames, send: Callable[[PushRequest], T]) -> T:
         """Copy the gradient to a staging buffer and push it, or resume a push that waits in an open round."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyps.errors import InvalidArgument
 from pyps.native.ranges import Ranges, Visitor, elements
 from pyps.native.state import FlatState, StoreState
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest, seconds_of
 from pyps.native.values import Codec, Config, EncodeCounts, Flat, PushRequest
 from pyps.remote import verbs
 from pyps.remote.address import parse_address
@@ -22,7 +22,7 @@ from pyps.remote.client import Client, Posted
 from pyps.remote.creation import created_numbers
 from pyps.remote.framing import Frames, from_frames
 from pyps.remote.parts import packed, show
-from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferHeader, TransferReply
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader
 from pyps.store.codec import decode_vector, encoded_vector_bytes
 from pyps.store.marks import run_and_servers
 
@@ -92,15 +92,15 @@ class LinkBackend(Away):
         states = tuple(vectors[1 : 1 + layout.states])
         return FlatState(header, vectors[0], states, dict(zip(ranks, residuals, strict=True)))
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
         push, (header, numbers, counts) = self._sendable(request, self._sent)
         codec = self.address.pull if request.codec is Codec.F32 else request.codec
         sent = Outgoing(push, codec, counts, time.monotonic(), push is not request.push)
-        asked = TransferHeader(header, codec, request.ask, request.max_samples)
+        asked = TransferRequest(header, codec, request.ask)
         return partial(self._finish, sent, self.client.post(verbs.TRANSFER(asked), numbers))
 
     def _finish(
-        self, sent: Outgoing, posted: Posted[TransferReply], out: Flat, arrived: ArrivalCallback | None = None
+        self, sent: Outgoing, posted: Posted[Transferred], out: Flat, arrived: ArrivalCallback | None = None
     ) -> Transferred:
         try:
             reply, found = self.client.take(posted)
@@ -112,7 +112,8 @@ class LinkBackend(Away):
         if reply.version is not None:
             self._receive("transfer", found, out, sent.codec)
         # The server's clock is another: the way there counts as long as the way back.
-        pushed = sent.began + reply.push_seconds + max(0.0, pulled - sent.began - reply.push_seconds) / 2
+        at_server = seconds_of(reply.spans, "wait", "push")
+        pushed = sent.began + at_server + max(0.0, pulled - sent.began - at_server) / 2
         return self._finished(sent, reply, pushed, out, arrived)
 
     def _receive(self, what: str, found: Frames, flat: Flat, codec: Codec) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 
 from pyps.errors import InvalidArgument, PypsError, StoreError, WaitInterrupted
+from pyps.formats.records import Span
 from pyps.native import interrupt
+from pyps.native.transfer import Transferred
 from pyps.profiler.host_memory import trim_malloc
 from pyps.remote.bounds import AnswerRoom
 from pyps.remote.framing import Frames, to_frames
@@ -27,7 +29,6 @@ from pyps.remote.wire import (
     Answer,
     Call,
     Failure,
-    TransferReply,
     encode,
     encode_raw,
     failure,
@@ -98,7 +99,8 @@ class SessionThread(threading.Thread):
             return _done(calls, call, numbers)
         except WaitInterrupted as error:
             if error.staged is not None:
-                reply = TransferReply(error.staged, (), None, error.staged.wait_seconds, fenced=True)
+                waits: Span = ("wait", 0.0, error.staged.wait_seconds)
+                reply = Transferred(error.staged, fenced=True, spans=(waits,))
                 return [encode(Answer(call.seq, encode_raw(reply)))]
             return [failure(call.seq, calls.late(call.verb))]
 

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from pyps.errors import InvalidArgument
 from pyps.native.state import StateHeader
+from pyps.native.transfer import Transferred, TransferRequest
 from pyps.native.values import Codec
 from pyps.remote.framing import Frames
-from pyps.remote.wire import OpenReply, RequestBytes, TransferHeader, TransferReply
+from pyps.remote.wire import OpenReply, PushHeader, RequestBytes
 from pyps.store.backend import Backend, Count, Timeout
 
 P = ParamSpec("P")
@@ -138,7 +139,7 @@ class Calls(Protocol):
     def state(self, timeout: Timeout) -> tuple[StateHeader, tuple[Count, ...]]:
         """The header, and the ranks that have a residual. Back: parameters, vectors, residuals."""
 
-    def transfer(self, header: TransferHeader) -> TransferReply:
+    def transfer(self, request: TransferRequest[PushHeader]) -> Transferred:
         """Backend.begin_transfer, sent and done. Numbers: the gradient. Back: parameters in the codec."""
 
 

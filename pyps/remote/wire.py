@@ -35,20 +35,17 @@ from pyps.native.decisions import PolicyNeeds, PolicyParams
 from pyps.native.state import StateHeader
 from pyps.native.values import (
     Agreement,
-    Claim,
     Codec,
     Encoding,
     Hyper,
     Layout,
     Optimizer,
     PushRequest,
-    PushResult,
     Tensor,
 )
-from pyps.step.transfer import Ask, Done
 from pyps.store.backend import MAX_CALL_SECONDS, Count, Position
 
-PROTOCOL = 11
+PROTOCOL = 12
 SESSION_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_REQUEST_BYTES = 4 << 20  # of a CreateRequest, with tensors by name: some 20,000 of them
@@ -169,32 +166,6 @@ class PushHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, request: PushRequest) -> PushHeader:
         fields = {name: getattr(request, name) for name in cls.__struct_fields__}
         return cls(**fields | {"ranges": None if request.ranges is None else len(request.ranges)})
-
-
-class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step's way there and back: a push, claims of later steps, a pull (pyps.native.transfer)."""
-
-    push: PushHeader
-    codec: Codec = Codec.F32
-    ask: Ask = Ask()
-    max_samples: Count | None = None
-
-
-class TransferReply(msgspec.Struct, frozen=True):
-    """Carry a pyps.native.transfer.Transferred. push_seconds: of the push, at the server."""
-
-    result: PushResult | None
-    claims: tuple[Claim, ...]
-    version: int | None
-    push_seconds: float
-    skipped: bool = False
-    fenced: bool = False
-
-    @classmethod
-    def of(cls, done: Done, version: int | None) -> TransferReply:
-        """version: of what was pulled."""
-        fenced = done.error is not None
-        return cls(done.result, done.claims, version, done.push_seconds, done.skipped, fenced)
 
 
 def _plain(value: Any) -> Any:

@@ -24,13 +24,13 @@ from pyps.remote.creation import created_arrays
 from pyps.remote.framing import Frames
 from pyps.remote.site import Site, Whose
 from pyps.remote.verbs import Arrays, Caller
-from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader, TransferReply
+from pyps.remote.wire import PROTOCOL, OpenReply, PushHeader
 from pyps.shards import verbs
 from pyps.shards.decisions import DecisionLog
 from pyps.shards.host import ShardHost
 from pyps.shards.shard import ShardStore
 from pyps.shards.verbs import HANDLERS, CommitHeader, CommitReply, Following, LogEntry, LogKind
-from pyps.step.transfer import Transfers, Verb, claims_after
+from pyps.step.transfer import Transfers, Verb
 from pyps.store.codec import encode
 
 MAX_ENTRIES_SECONDS = 1.0
@@ -122,10 +122,6 @@ class HeadSession:
         if pushes:
             self._check_push(tag, header)
 
-        def limit() -> None:
-            if header.max_samples is not None:
-                store.set_max_samples(header.max_samples)
-
         def push() -> PushResult | None:
             return None if header.push is None else self._pushed(store, layout, header.push, tag)
 
@@ -136,15 +132,12 @@ class HeadSession:
             return log.pin(tag, header.pin, lambda: store.pull(small))
 
         steps: dict[Verb, Callable[[], object]] = {
-            Verb.LIMIT: limit,
             Verb.PUSH: push,
             Verb.EXCHANGE: lambda: (push(), None),
-            Verb.CLAIM: claims_after(header.ask, store.start_ahead),
             Verb.PULL: pin,
         }
         try:
-            done = self._transfers.run(header.ask, steps)
-            return CommitReply(tag[0], TransferReply.of(done, done.pulled))
+            return CommitReply(tag[0], self._transfers.run(header.ask, store, steps))
         finally:
             if pushes:
                 log.settle(tag)

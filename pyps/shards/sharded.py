@@ -294,7 +294,7 @@ class ShardedBackend(Away):
             self.client.call(verbs.DROP(seq, alone))
             raise
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
         """The parts of the gradient are sent now, the rest is for what is returned."""
         seq, ask = next(self._numbers), request.ask
         push, (header, parts, counts) = self._sendable(request, self._sent)
@@ -305,7 +305,7 @@ class ShardedBackend(Away):
         def decide() -> CommitReply:
             receipts = self._stage(seq, header, posted, ask.alone)
             pin = LogKind.PIN if ask.pulls else None
-            asked = CommitHeader(seq, header, receipts, pin, ask, request.max_samples)
+            asked = CommitHeader(seq, header, receipts, pin, ask)
             return self.client.call(verbs.COMMIT(asked))
 
         return partial(self._finish, sent, seq, decide)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import msgspec
 
 from pyps.native.state import StateHeader
+from pyps.native.transfer import Ask, Transferred
 from pyps.native.values import Codec, Tag, Ticket
 from pyps.remote.verbs import OPENED, Bulk, Caller, Handlers, LinkVerb, verb
-from pyps.remote.wire import OpenReply, PushHeader, RequestBytes, TransferReply
-from pyps.step.transfer import Ask
+from pyps.remote.wire import OpenReply, PushHeader, RequestBytes
 from pyps.store.backend import Count, Position, Timeout
 
 
@@ -64,7 +64,7 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the claims of later steps, and the version to pull.
 
     seq: the client's number of it; those of its pushes rise. receipts: each shard's for its part. pin: PIN or
-    PIN_ALL; None: nothing is pulled. ask, max_samples: as in TransferHeader.
+    PIN_ALL; None: nothing is pulled.
     """
 
     seq: Position
@@ -72,14 +72,13 @@ class CommitHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     receipts: tuple[bytes, ...] = ()
     pin: LogKind | None = None
     ask: Ask = Ask(alone=True)
-    max_samples: Count | None = None
 
 
 class CommitReply(msgspec.Struct, frozen=True):
     """Hold what was decided. client: the number under which what was pinned is kept."""
 
     client: int
-    transfer: TransferReply
+    transfer: Transferred
 
 
 class ShardCalls(Protocol):

@@ -15,27 +15,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyps.errors import Ended, Fenced, PushRejected
+from pyps.native.transfer import Ask, Transferred
 from pyps.simulate.clock import Process
 from pyps.simulate.engine import Engine
 from pyps.simulate.metrics import COMPUTE, NANOSECOND, WAIT
 from pyps.simulate.optimizer import Vector
 from pyps.simulate.step import Parameters, SimulatedStep, StepProcess
-from pyps.solver.online.mode import TimedTransfer
+from pyps.solver.online.mode import TimedStep
 from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules, even_steps, next_part
 from pyps.step.own import UnderWay
-from pyps.step.transfer import Ask, Done, Transfers, Verb
+from pyps.step.transfer import Transfers, Verb
 
 SampleRange = tuple[int, int]  # first, count
 UP, STORE, DOWN = range(3)  # what transfers use in turn
 
 
 class Back(NamedTuple):
-    """Hold what came back of a transfer; None: the worker was fenced. waited: at the store. way: for travels
-    both ways; back: of these, the parameters'.
+    """Hold what came back of a transfer. waited: at the store. way: for travels both ways; back: of these,
+    the parameters'.
     """
 
-    done: Done | None
+    done: Transferred
+    pulled: Parameters | None
     waited: int
     way: int
     back: int
@@ -257,21 +259,20 @@ class SimulatedWorker:
             self._own.arrived()
         if self._ways:
             self._ways.popleft()
-        done, waited, way, back = self._results.popleft()
-        if done is None:
+        done, pulled, waited, way, back = self._results.popleft()
+        if done.fenced:
             return events.Arrived(fenced=True)
         self._hear(step, waited, way - back, back)
         self._claims.extend(done.claims)  # type: ignore[arg-type]  # ranges of samples here
-        self._arrived = done.pulled
-        version = done.pulled[1] if done.pulled is not None else None
-        return events.Arrived(version, len(done.claims), False, waited, way, step.nanoseconds)
+        self._arrived = pulled
+        return events.Arrived(done.version, len(done.claims), False, waited, way, step.nanoseconds)
 
     def _hear(self, step: SimulatedStep, waited: int, there: int, back: int) -> None:
         """A transfer has ended: the mode may change."""
         if self._modes is None or step.mode is None:
             return
         seconds = [NANOSECOND * n for n in (step.nanoseconds, there, waited, back, self._clock.now)]
-        if (change := self._modes.hear(TimedTransfer(step.mode, *seconds))) is not None:
+        if (change := self._modes.hear(TimedStep(step.mode, *seconds))) is not None:
             self._engine.change_mode(self._k, change)
             self._machine.set_depth(change.after.depth)
 
@@ -286,29 +287,30 @@ class SimulatedWorker:
         yield from engine.travel_up(k, channel, self._in_turn(UP, number, channel))
         self._pass(UP)
         yield from self._in_turn(STORE, number, channel)
-        arrived, done = self._clock.now, None
+        arrived, done, pulled = self._clock.now, Transferred(fenced=True), None
         with suppress(Fenced):
-            done = yield from self._at_store(channel, step, ask)
+            done, pulled = yield from self._at_store(channel, step, ask)
         answered = self._clock.now
         waited = answered - arrived
         self._pass(STORE)
-        if done is not None and done.error is not None:
-            done = None
-        if done is not None and done.pulled is not None:
-            yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), done.pulled[1])
+        if done.version is not None:
+            yield from engine.travel_down(k, channel, self._in_turn(DOWN, number, channel), done.version)
         else:
             yield from self._in_turn(DOWN, number, channel)
         self._pass(DOWN)
         now = self._clock.now
-        self._results.append(Back(done, waited, now - left - waited, now - answered))
+        self._results.append(Back(done, pulled, waited, now - left - waited, now - answered))
         if self._waiting:
             self._clock.resume(k)
 
-    def _at_store(self, channel: int, step: SimulatedStep, ask: Ask) -> Generator[int | None, None, Done]:
+    def _at_store(
+        self, channel: int, step: SimulatedStep, ask: Ask
+    ) -> Generator[int | None, None, tuple[Transferred, Parameters | None]]:
         """Return what the store does for a transfer: pyps.step.transfer in virtual time."""
         engine, k = self._engine, self._k
         steps = self._transfers.steps(ask)
         answer: Any = None
+        pulled: Parameters | None = None
         try:
             verb = next(steps)
             while True:
@@ -321,9 +323,8 @@ class SimulatedWorker:
                         case Verb.CLAIM:
                             answer = engine.start_ahead(k)
                         case Verb.PULL:
-                            answer = engine.pull_at_store(k)
-                        case Verb.LIMIT:
-                            answer = None
+                            pulled = engine.pull_at_store(k)
+                            answer = pulled[1]
                 except (Fenced, PushRejected) as error:
                     if isinstance(error, PushRejected):
                         engine.rejected(k)
@@ -331,8 +332,7 @@ class SimulatedWorker:
                 else:
                     verb = steps.send(answer)
         except StopIteration as end:
-            done: Done = end.value
-            return done
+            return end.value, pulled
 
     def _push(self, channel: int, step: SimulatedStep) -> StepProcess:
         lasted = step.lasted

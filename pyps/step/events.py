@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyps.native.decisions import Advice
-from pyps.step.transfer import Ask
+from pyps.native.transfer import Ask
 
 # Events: the trainer wants something.
 

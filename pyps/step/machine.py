@@ -27,8 +27,8 @@ from enum import Enum
 
 from pyps.errors import PypsError
 from pyps.native.decisions import Advice, PolicyNeeds
+from pyps.native.transfer import Ask
 from pyps.step import events
-from pyps.step.transfer import Ask
 
 
 class State(Enum):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any
+from typing import Any, Protocol
 
-from msgspec import Meta
+import msgspec
 
 from pyps.errors import Fenced, NotFinite, PushRejected
-from pyps.native.values import Claim, PushResult
+from pyps.formats.records import Span
+from pyps.native.transfer import Ask, Transferred
+from pyps.native.values import Claim
 
 
 class Verb(Enum):
@@ -24,89 +25,22 @@ class Verb(Enum):
 
     __hash__ = object.__hash__  # Enum's own is Python
 
-    LIMIT = "limit"  # nothing: says how many samples a claim may have, if that has changed
+    LIMIT = "limit"  # nothing: says how many samples a claim may have
     PUSH = "push"  # the push's result
-    EXCHANGE = "exchange"  # that, and what PULL answers
+    EXCHANGE = "exchange"  # that, and what PULL answers; None: it is to be asked for
     SKIP = "skip"  # nothing: a push of no samples, in place of one whose values are not finite
     CLAIM = "claim"  # the claim of a later step; None: none now
-    PULL = "pull"  # the parameters, as its user has them
+    PULL = "pull"  # the version of the parameters, which its user has
 
 
-MOST_CLAIMS = 16  # of a transfer: the steps of the deepest pipeline, and some more
+Verbs = Generator[Verb, Any, Transferred]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Say what a transfer is to do.
+class Claiming(Protocol):
+    """A store as far as LIMIT and CLAIM need it."""
 
-    exchanges: the pull comes with the push; otherwise after the claims, so that parameters are no older than
-    a bounded policy allows. claims: of later steps, as far as the policy allows. pulls: whether parameters
-    come back. alone: its sender has no other under way and waits for it, so it does not fail as an earlier
-    one did; a push that is rejected, or whose values are not finite, is an error. Otherwise these are part
-    of a transfer: a step that cannot be pushed is skipped. after: `first` of the last claim that its sender
-    has, so that claims whose reply it did not take come again; None, with others under way: the last given.
-    """
-
-    exchanges: bool = False
-    claims: Annotated[int, Meta(ge=0, le=MOST_CLAIMS)] = 0
-    pulls: bool = True
-    alone: bool = False
-    after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-
-
-@dataclass(slots=True)
-class Done:
-    """Hold what a transfer came to.
-
-    result: of the push; None: the policy rejected it, or it was `skipped`. pulled: what came back; None:
-    nothing was asked for, or there was an `error` after the push. push_seconds: from the beginning until
-    the push had ended.
-    """
-
-    result: PushResult | None
-    claims: tuple[Claim, ...]
-    pulled: Any
-    error: Fenced | NotFinite | None = None
-    push_seconds: float = 0.0
-    skipped: bool = False
-
-
-Verbs = Generator[Verb, Any, Done]
-
-
-def transfer(ask: Ask) -> Verbs:
-    """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
-
-    A worker that is fenced after its push has pushed nonetheless, as
-    has one whose parameters cannot be encoded. Any other error ends the transfer, and is raised.
-    """
-    result = pulled = None
-    claims: list[Claim] = []
-    skipped = False
-    yield Verb.LIMIT
-    try:
-        if ask.exchanges:
-            result, pulled = yield Verb.EXCHANGE
-        else:
-            result = yield Verb.PUSH
-    except (PushRejected, NotFinite) as error:
-        if ask.alone:
-            raise
-        skipped = isinstance(error, NotFinite)
-    if skipped:
-        yield Verb.SKIP
-    try:
-        if ask.exchanges and pulled is None:
-            pulled = yield Verb.PULL
-        while len(claims) < ask.claims and (claim := (yield Verb.CLAIM)) is not None:
-            claims.append(claim)
-        if ask.pulls and pulled is None:
-            pulled = yield Verb.PULL
-    except (Fenced, NotFinite) as error:
-        if result is None:
-            raise
-        return Done(result, tuple(claims), None, error)
-    return Done(result, tuple(claims), pulled, skipped=skipped)
+    def set_max_samples(self, most: int) -> None: ...
+    def start_ahead(self, after: int | None) -> Claim: ...
 
 
 class Transfers:
@@ -120,21 +54,55 @@ class Transfers:
         self._failed: Exception | None = None
 
     def steps(self, ask: Ask) -> Verbs:
-        """The verbs of a transfer, as `transfer` has them. Raises what ended an earlier one."""
-        if ask.alone:
-            return (yield from transfer(ask))
-        self.check()
-        try:
-            done = yield from transfer(ask)
-        except Exception as error:
-            self._failed = error
-            raise
-        self._failed = done.error
-        return done
+        """The verbs of a transfer, in order; send each one's answer, or throw what it raised.
 
-    def run(self, ask: Ask, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
-        """Make a transfer by these calls. Raises what ended it, or an earlier one."""
-        return _run(self.steps(ask), verbs)
+        A worker that is fenced after its push has pushed nonetheless, as has one whose parameters cannot be
+        encoded. Any other error ends the transfer, and is raised; so is what ended an earlier one.
+        """
+        result = version = None
+        claims: list[Claim] = []
+        rejected = skipped = False
+        if not ask.alone:
+            self.check()
+        try:
+            if ask.max_samples is not None:
+                yield Verb.LIMIT
+            try:
+                if ask.exchanges:
+                    result, version = yield Verb.EXCHANGE
+                else:
+                    result = yield Verb.PUSH
+            except (PushRejected, NotFinite) as error:
+                if ask.alone:
+                    raise
+                skipped = isinstance(error, NotFinite)
+                rejected = not skipped
+            if skipped:
+                yield Verb.SKIP
+            if ask.exchanges and version is None:
+                version = yield Verb.PULL
+            while len(claims) < ask.claims and (claim := (yield Verb.CLAIM)) is not None:
+                claims.append(claim)
+            if ask.pulls and version is None:
+                version = yield Verb.PULL
+        except Exception as error:
+            if not ask.alone:
+                self._failed = error
+            if result is None or not isinstance(error, Fenced | NotFinite):
+                raise
+            return Transferred(result, tuple(claims), fenced=True)
+        return Transferred(result, tuple(claims), version, rejected, skipped)
+
+    def run(self, ask: Ask, store: Claiming, verbs: Mapping[Verb, Callable[[], Any]]) -> Transferred:
+        """Make a transfer: LIMIT and CLAIM by the store, the others by these calls; when they were made.
+
+        Raises what ended it, or an earlier one.
+        """
+        own = {
+            Verb.LIMIT: lambda: store.set_max_samples(ask.max_samples or 0),
+            Verb.CLAIM: _claims(ask, store),
+        }
+        return _run(self.steps(ask), {**own, **verbs})
 
     def check(self) -> None:
         """Raise what ended an earlier one."""
@@ -150,13 +118,13 @@ class Transfers:
         self._failed = None
 
 
-def claims_after(ask: Ask, start_ahead: Callable[[int | None], Claim]) -> Callable[[], Claim | None]:
+def _claims(ask: Ask, store: Claiming) -> Callable[[], Claim | None]:
     """Return what answers CLAIM."""
     last = ask.after
 
     def claim() -> Claim | None:
         nonlocal last
-        found = start_ahead(last)
+        found = store.start_ahead(last)
         if not found.count:
             return None
         last = None if last is None else found.first
@@ -165,11 +133,13 @@ def claims_after(ask: Ask, start_ahead: Callable[[int | None], Claim]) -> Callab
     return claim
 
 
-def _run(steps: Verbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
-    began, pushed = time.monotonic(), 0.0
+def _run(steps: Verbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Transferred:
+    pushed = began = time.monotonic()
+    pulls: tuple[Span, ...] = ()
     try:
         verb = next(steps)
         while True:
+            asked = time.monotonic()
             try:
                 answer = verbs[verb]()
             except Exception as error:
@@ -177,9 +147,12 @@ def _run(steps: Verbs, verbs: Mapping[Verb, Callable[[], Any]]) -> Done:
             else:
                 following = partial(steps.send, answer)
             if verb in (Verb.PUSH, Verb.EXCHANGE, Verb.SKIP):
-                pushed = time.monotonic() - began
+                pushed = time.monotonic()
+            elif verb is Verb.PULL:
+                pulls = (("pull", asked, time.monotonic()),)
             verb = following()
     except StopIteration as end:
-        done: Done = end.value
-        done.push_seconds = pushed
-        return done
+        done: Transferred = end.value
+    waited = min(began + done.result.wait_seconds, pushed) if done.result is not None else began
+    waits: tuple[Span, ...] = (("wait", began, waited),) if waited > began else ()
+    return msgspec.structs.replace(done, spans=(*waits, ("push", waited, pushed), *pulls))

@@ -31,6 +31,7 @@ from pyps.native.values import (
     Flat,
     Hyper,
     Layout,
+    PushRequest,
     RankCost,
     Role,
     Tensor,
@@ -173,14 +174,14 @@ class Backend(Protocol):
     def staging(self, staging: int) -> Flat:
         """A staging buffer's fp32 [flat_elements], without a copy. Raises OutOfSpace."""
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
         """Send a push, claims of later steps and a pull; what is returned waits for their end, and writes the
         parameters. Several may be under way, to be finished in order, in another thread if need be. A store
         on this machine does all of it at the end. After one has failed later ones fail alike, until the
         worker rejoins or starts.
 
-        Raises Fenced, TimedOut, OutOfSpace, InvalidArgument; one that is alone (pyps.step.transfer.Ask) also
-        PushRejected, NotFinite: a store elsewhere has been sent nothing then.
+        Raises Fenced, TimedOut, OutOfSpace, InvalidArgument; one that is alone (pyps.native.transfer.Ask)
+        also PushRejected, NotFinite: a store elsewhere has been sent nothing then.
         """
 
     def keep_residual(self, start: Flat | None, keep: Callable[[int, Flat], None]) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from pyps.native.state import StoreState
 from pyps.native.transfer import (
     NO_PARAMETERS,
     ArrivalCallback,
+    Ask,
     FinishTransfer,
     Transferred,
     TransferRequest,
@@ -41,7 +43,6 @@ from pyps.native.values import (
     Role,
     Snapshot,
 )
-from pyps.step.transfer import Ask
 from pyps.store.backend import Backend
 from pyps.store.codec import as_codec, encoded_vector_bytes
 from pyps.store.creation import store_config
@@ -355,14 +356,11 @@ class Store(StoreHandle):
         with self._calls as backend:
             return backend.begin_transfer(TransferRequest(self._checked(push), ask=ask))(out, arrived)
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
-        """Send a step's push, claims of later steps and pull; what is returned waits for their end. As
-        Backend.begin_transfer, which see: one thread may begin transfers while another finishes them.
-        """
-        if (push := self._checked(request.push)) is not request.push:
-            request = request._replace(push=push)
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
+        """Begin a step's transfer as Backend.begin_transfer does; another thread may finish it meanwhile."""
+        checked = msgspec.structs.replace(request, push=self._checked(request.push))
         with self._calls as backend:
-            finish = backend.begin_transfer(request)
+            finish = backend.begin_transfer(checked)
         return finish if self.servers else partial(self._finish_here, finish)
 
     def _finish_here(

@@ -67,8 +67,8 @@ def mode_text(mode: Mode) -> str:
 
 
 @dataclass(frozen=True)
-class TimedTransfer:
-    """A transfer that has ended. mode: in which it was made. compute: seconds of its step's compute. there,
+class TimedStep:
+    """A step whose transfer has ended. mode: in which it was made. compute: seconds of its compute. there,
     waited, back: seconds of its gradient's way and of its wait at the store, and of the parameters' way. at:
     when it ended, in seconds.
     """
@@ -95,11 +95,11 @@ class ModeBalancer:
         self._waits = choices.pace.kind == "round" and not choices.pace.spare
         self._parameters, self._latency, self._averaged = parameters, latency, averaged
         self._rates: deque[float] = deque(maxlen=2 * SOON - 1)
-        self._latest: deque[TimedTransfer] = deque(maxlen=WINDOW)  # in this mode
+        self._latest: deque[TimedStep] = deque(maxlen=WINDOW)  # in this mode
         self._step = 0
         self._left: tuple[Mode, tuple[float, ...]] | None = None  # the mode left last, and why
 
-    def hear(self, one: TimedTransfer) -> ModeChange | None:
+    def hear(self, one: TimedStep) -> ModeChange | None:
         """Take note of a transfer; the change of the mode that is due, which holds from the next one on."""
         self._step += 1
         self._rates.append(self._rate(one))
@@ -108,7 +108,7 @@ class ModeBalancer:
         self._latest.append(one)
         return self._better() if len(self._latest) >= SOON else None
 
-    def _rate(self, one: TimedTransfer) -> float:
+    def _rate(self, one: TimedStep) -> float:
         """Bytes a second of a transfer."""
         (push, pull), unit = bits_of(one.mode), self._link(1.0)  # on which a byte takes a second
         if one.mode.depth > 2:

@@ -16,15 +16,15 @@ import numpy as np
 
 from pyps.errors import LinkLost, StoreError
 from pyps.formats.plan import TurnSchedule
+from pyps.native.transfer import Ask, TransferRequest
 from pyps.native.values import Codec, CostModel, DataSet, Encoding, Hyper, Role
 from pyps.remote import verbs as link
 from pyps.remote.address import Address
 from pyps.remote.client import Client
 from pyps.remote.verbs import Asked, LinkVerb
-from pyps.remote.wire import PROTOCOL, PushHeader, TransferHeader
+from pyps.remote.wire import PROTOCOL, PushHeader
 from pyps.shards import verbs as shards
 from pyps.shards.verbs import CommitHeader, LogKind
-from pyps.step.transfer import Ask
 
 VERBS: dict[str, LinkVerb[Any, Any]] = {**link.VERBS, **shards.VERBS}
 
@@ -55,7 +55,8 @@ def commit(known: Known, draw: random.Random) -> CommitHeader:
 
 
 def ask(draw: random.Random) -> Ask:
-    return Ask(*(draw.random() < 0.5, draw.choice((0, 3)), draw.random() < 0.5, draw.random() < 0.5))
+    bits = [draw.random() < 0.5 for _ in range(3)]
+    return Ask(bits[0], draw.choice((0, 3)), *bits[1:], max_samples=draw.choice((None, 1)))
 
 
 def tag(known: Known, draw: random.Random) -> tuple[int, int]:
@@ -81,7 +82,7 @@ CASES: dict[str, Case] = {
     "read": lambda k, d: (d.randrange(4), 0.0),
     "snapshot": lambda k, d: (d.randrange(3), 0.1),
     "state": lambda k, d: (0.1,),
-    "transfer": lambda k, d: (TransferHeader(header(k, d), d.choice(list(Codec)), ask(d), 1),),
+    "transfer": lambda k, d: (TransferRequest(header(k, d), d.choice(list(Codec)), ask(d)),),
     "status": lambda k, d: (),
     "members": lambda k, d: (),
     "ranks": lambda k, d: (),

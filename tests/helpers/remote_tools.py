@@ -19,13 +19,13 @@ from typing import Any
 
 import zmq
 
+from pyps.native.transfer import Ask, TransferRequest
 from pyps.native.values import Hyper, PushResult
 from pyps.remote import open_store
 from pyps.remote.address import parse_address
 from pyps.remote.framing import FRAME_BYTES
 from pyps.remote.keys import KeyFolder, ServerKeys
-from pyps.remote.wire import Answer, Call, Failure, Pong, TransferHeader, decode_reply, encode, encode_raw
-from pyps.step.transfer import Ask
+from pyps.remote.wire import Answer, Call, Failure, Pong, decode_reply, encode, encode_raw
 from pyps.store import Store
 
 PATIENCE_SECONDS = 20.0
@@ -128,9 +128,9 @@ class Relay:
         self._upstream.clear()
 
 
-def pushing(header: Any) -> TransferHeader:
+def pushing(header: Any) -> TransferRequest[Any]:
     """The argument of a transfer that is this push alone."""
-    return TransferHeader(header, ask=Ask(pulls=False, alone=True))
+    return TransferRequest(header, ask=Ask(pulls=False, alone=True))
 
 
 class RawClient:

@@ -37,7 +37,7 @@ from pyps.remote import open_store
 from pyps.simulate import replay
 from pyps.solver.links import LinkSpec
 from pyps.solver.mode import ModeChoices
-from pyps.solver.online.mode import ModeBalancer, ModeChange, TimedTransfer
+from pyps.solver.online.mode import ModeBalancer, ModeChange, TimedStep
 from pyps.store.policies import Policy
 from pyps.worker.run.settings import ThrottleSpec
 from pyps.worker.step import attached
@@ -282,7 +282,7 @@ class Changing(ModeBalancer):
         self.mode, self._heard = mode, 0
         self._modes = dict(zip(CHANGE_TRANSFERS, (choices.options()[-1], mode), strict=True))
 
-    def hear(self, one: TimedTransfer) -> ModeChange | None:
+    def hear(self, one: TimedStep) -> ModeChange | None:
         self._heard += 1
         if self._heard not in self._modes:
             return None

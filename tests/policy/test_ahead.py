@@ -18,11 +18,10 @@ from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
 from pyps.native.decisions import EventKind
 from pyps.native.local import LocalBackend
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
+from pyps.native.transfer import ArrivalCallback, Ask, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import Claim, Codec, Config, Flat, Hyper, Optimizer, PushRequest, PushResult
 from pyps.remote import open_store
 from pyps.remote.server import Server
-from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import ASP, HPS, SSP, Policy, SaPS
 from pyps.store.staging import StagingBuffer
@@ -168,7 +167,7 @@ def test_a_transfer_whose_reply_was_lost_skips_no_claim(
     """Raise, as a signal's handler would, when the reply has come: its claims do not reach the worker."""
     inner, lost = Store.begin_transfer, False
 
-    def begin(self: Store, request: TransferRequest) -> FinishTransfer:
+    def begin(self: Store, request: TransferRequest[PushRequest]) -> FinishTransfer:
         finish = inner(self, request)
 
         def end(out: Flat, arrived: ArrivalCallback | None = None) -> Transferred:
@@ -200,8 +199,9 @@ def test_a_transfer_whose_reply_was_lost_skips_no_claim(
             staging.flat.fill(0.0)
             request = PushRequest(staging.index, claim.count, (LR,))
             with suppress(Interrupted):
-                done = client.begin_transfer(request, Ask(claims=3 - len(held)), Codec.F32)(out, None)
-                held += zip(done.claims, done.staging, strict=True)
+                whole = TransferRequest(request, ask=Ask(claims=3 - len(held)))
+                done, buffers = client.begin_transfer(whole)(out, None)
+                held += zip(done.claims, buffers, strict=True)
             seen.append(claim.first)
         assert seen == list(range(0, 400, 4))
 

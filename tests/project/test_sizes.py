@@ -18,20 +18,20 @@ MOST = {
     "pyps/cli": 3_833,  # `pyps gain`: 125 more; `pyps join`: 110; the bytes of a rank: 13
     "pyps/formats": 2_466,  # the cost of lengths: 56 more
     "pyps/metrics": 278,
-    "pyps/native": 2_223,  # workers without the core: 38 more, 23 in other rooms; a whole transfer: 38
-    "pyps/remote": 4_268,  # a flood of connections does not hold the loop up: 7; few of a key at once: 54
+    "pyps/native": 2_221,  # workers without the core: 38 more, 23 in other rooms; a whole transfer: 38
+    "pyps/remote": 4_262,  # a flood of connections does not hold the loop up: 7; few of a key at once: 54
     "pyps/report": 2_569,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
     "pyps/run": 2_369,
     # blocks that are found, and optimizers that were made before: 59 more; master weights: 43
     "pyps/sharding": 1_862,
-    "pyps/shards": 2_316,
+    "pyps/shards": 2_308,
     "pyps/simulate": 3_091,  # ways that shard by memory: 19 more; ways that may not arrive say so: 9
-    "pyps/step": 946,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
-    "pyps/store": 2_352,  # push and exchange are transfers: 19 more
+    "pyps/step": 919,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
+    "pyps/store": 2_351,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
     "pyps/torch": 7_334,  # shares under trainers and masters: 229; no circles of imports: 24
-    "pyps/worker": 7_756,  # a rank's constants are compared with those of the store: 14 more
+    "pyps/worker": 7_716,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
     "profiler": 2_619,  # the cost of lengths: 71 more
     "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more

@@ -15,8 +15,8 @@ from remote_tools import Relay
 from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model
 
 from pyps.formats.records import Span, StepRecord, read_run
-from pyps.native.transfer import spans_of
 from pyps.native.values import Flat, PushResult
+from pyps.remote.away import spans_of
 from pyps.remote.server import Server
 from pyps.store.codec import Residual
 from pyps.worker.step.loop import join
@@ -118,5 +118,5 @@ def test_what_was_admitted_and_the_residual_are_the_sum_of_what_was_given(
 def test_a_push_over_a_link_ends_with_its_wait(waited: float, shown: list[Span]) -> None:
     result = PushResult(version=1, staleness=0, sources=1, samples=1, wait_seconds=waited)
     arrived = shown[0][1] if shown else 4.0
-    assert spans_of(1.0, 4.0, 5.0, result) == [("push", 1.0, arrived), *shown, ("pull", 4.0, 5.0)]
-    assert spans_of(1.0, 4.0, 5.0, None) == [("push", 1.0, 4.0), ("pull", 4.0, 5.0)]
+    assert spans_of(1.0, 4.0, 5.0, result) == (("push", 1.0, arrived), *shown, ("pull", 4.0, 5.0))
+    assert spans_of(1.0, 4.0, 5.0, None) == (("push", 1.0, 4.0), ("pull", 4.0, 5.0))

@@ -42,12 +42,11 @@ from pyps.errors import (
 )
 from pyps.native.local import LocalBackend
 from pyps.native.status import MemberState
-from pyps.native.transfer import TransferRequest
+from pyps.native.transfer import Ask, TransferRequest
 from pyps.native.values import Codec, Encoding, Hyper, PushResult, Role
 from pyps.remote import open_store
 from pyps.remote.server import Server
 from pyps.remote.wire import PROTOCOL, Answer, Call, Failure, PushHeader, encode, encode_raw
-from pyps.step.transfer import Ask
 from pyps.store import Store, codec
 from pyps.store.staging import push_request
 from pyps.worker.step.client import StoreClient
@@ -366,8 +365,8 @@ def test_a_push_counts_though_its_parameters_cannot_be_encoded(shm: Path, way: s
                 far.exchange(staging, 4, Hyper(lr=1.0), out)
         elif way == "worker":
             client = StoreClient(far, Codec.F32, budget=None)
-            came = client.begin_transfer(request, Ask(exchanges=True), Codec.F32)(out, None)
-            assert (came.outcome.result is not None, came.outcome.version) == (True, None)
+            came, _ = client.begin_transfer(TransferRequest(request, ask=Ask(exchanges=True)))(out, None)
+            assert (came.result is not None, came.version) == (True, None)
         else:
             done = far.begin_transfer(TransferRequest(request))(out)
             assert (done.result is not None, done.version) == (True, None)

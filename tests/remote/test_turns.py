@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pyps.errors import TimedOut
+from pyps.native.transfer import TransferRequest
 from pyps.native.values import Codec, Hyper, PushRequest
 from pyps.remote import create_store, open_store
 from pyps.remote.server import Server
-from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import ASP, BSP, R2SP
 from pyps.worker.step.client import StoreClient
@@ -125,10 +125,10 @@ def test_behind_a_gradient_whose_turn_did_not_come_none_leaves() -> None:
     request = PushRequest(0, 1, (HYPER,))
     for _ in range(2):
         with pytest.raises(TimedOut):
-            client.begin_transfer(request, Ask(), Codec.F32)
+            client.begin_transfer(TransferRequest(request))
     assert store.sent == 0
     client.claim()
-    client.begin_transfer(request, Ask(), Codec.F32)
+    client.begin_transfer(TransferRequest(request))
     assert store.sent == 1
 
 

@@ -34,7 +34,7 @@ from pyps.errors import (
 )
 from pyps.native import STORE_TIMEOUT
 from pyps.native.local import LocalBackend
-from pyps.native.transfer import TransferRequest
+from pyps.native.transfer import Ask, TransferRequest
 from pyps.native.values import Codec, Encoding, PushRequest, Role
 from pyps.remote import create_store, open_store
 from pyps.remote.link import LinkBackend
@@ -42,7 +42,6 @@ from pyps.remote.server import Server
 from pyps.shards.host import FarLog
 from pyps.shards.shard import MAX_PINS, MAX_STAGED
 from pyps.shards.verbs import COMMIT, CommitHeader, LogKind
-from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.staging import push_request
 

@@ -45,13 +45,12 @@ from pyps.errors import (
 )
 from pyps.formats.events import Undone, read_undone
 from pyps.native.state import StoreState
-from pyps.native.transfer import TransferRequest
+from pyps.native.transfer import Ask, TransferRequest
 from pyps.native.values import Encoding, Hyper, PushRequest, PushResult
 from pyps.remote import create_store, open_store
 from pyps.remote.address import parse_servers
 from pyps.remote.server import Server
 from pyps.shards.verbs import COMMIT
-from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.policies import policy_named

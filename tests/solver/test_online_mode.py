@@ -12,7 +12,7 @@ from pyps.formats.mode import Pace
 from pyps.formats.options import CodecName
 from pyps.solver.links import LinkCost, link_cost, step_seconds
 from pyps.solver.mode import ModeChoices, bits_of, choices_while_running
-from pyps.solver.online.mode import SOON, WINDOW, ModeBalancer, ModeChange, TimedTransfer
+from pyps.solver.online.mode import SOON, WINDOW, ModeBalancer, ModeChange, TimedStep
 
 PARAMETERS = 1_000_000
 BYTES = 4 * PARAMETERS
@@ -62,7 +62,7 @@ class Pipeline:
             self.now += period
             noisy = [x * late * self.luck.lognormvariate(0, self.noise) for x in (push, pull)]
             compute = self.compute * self.luck.lognormvariate(0, self.noise)
-            one = TimedTransfer(mode, compute, noisy[0], period - self.own(), noisy[1], self.now)
+            one = TimedStep(mode, compute, noisy[0], period - self.own(), noisy[1], self.now)
             if (change := self.balancer.hear(one)) is not None:
                 changes.append(change)
         return changes
@@ -141,9 +141,7 @@ def test_longer_latency_is_hidden_by_a_deeper_pipeline() -> None:
     assert slow is not None
     balancer, changes = ModeBalancer(choice, EXACT, PARAMETERS, 0.06), []
     for k in range(WINDOW):
-        one = TimedTransfer(
-            EXACT, 0.1, slow.one_way_seconds(32) + 0.06, 0.0, slow.one_way_seconds(32) + 0.06, k
-        )
+        one = TimedStep(EXACT, 0.1, slow.one_way_seconds(32) + 0.06, 0.0, slow.one_way_seconds(32) + 0.06, k)
         changes.append(balancer.hear(one))
     assert [change.after for change in changes if change] == [Mode(depth=3)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyps.native.decisions import Advice, PolicyNeeds
+from pyps.native.transfer import Ask
 from pyps.step.events import (
     Abort,
     Action,
@@ -39,7 +40,6 @@ from pyps.step.events import (
     WasFenced,
 )
 from pyps.step.machine import TRANSITIONS, State, StepMachine, StepRules, WrongEvent
-from pyps.step.transfer import Ask
 from pyps.store.policies import Policy
 
 RANKS = 3

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pyps.errors import Fenced, LinkLost, NotFinite, PushRejected, StoreError
-from pyps.step.transfer import Ask, Transfers, Verb
+from pyps.native.transfer import Ask, Transferred
+from pyps.native.values import Claim, PushResult
+from pyps.step.transfer import Transfers, Verb
 
-RESULT, PARAMETERS = "result", "parameters"
+RESULT = PushResult(version=4, staleness=0, sources=1, samples=1, wait_seconds=0.0)
+CLAIM = Claim(first=8, count=1, batch=1, round=0, plan=0, wait_seconds=0.0, version=3)
+VERSION = 4
 PLAIN = [Verb.LIMIT, Verb.PUSH, Verb.CLAIM, Verb.CLAIM, Verb.PULL]
 
 
@@ -21,16 +24,26 @@ class Store:
         self.asked: list[Verb] = []
         self._raises = raises
 
-    def verbs(self) -> dict[Verb, Callable[[], Any]]:
-        answers = {
-            Verb.LIMIT: None,
-            Verb.PUSH: RESULT,
-            Verb.EXCHANGE: (RESULT, PARAMETERS),
-            Verb.SKIP: None,
-            Verb.CLAIM: "claim",
-            Verb.PULL: PARAMETERS,
+    def run(self, ask: Ask, transfers: Transfers | None = None, whole: bool = True) -> Transferred:
+        """whole: an exchange is one call."""
+        verbs = {
+            Verb.PUSH: lambda: self._answer(Verb.PUSH, RESULT),
+            Verb.EXCHANGE: lambda: (
+                self._answer(Verb.EXCHANGE, (RESULT, VERSION))
+                if whole
+                else (self._answer(Verb.PUSH, RESULT), None)
+            ),
+            Verb.SKIP: lambda: self._answer(Verb.SKIP, None),
+            Verb.PULL: lambda: self._answer(Verb.PULL, VERSION),
         }
-        return {verb: lambda v=verb, a=answer: self._answer(v, a) for verb, answer in answers.items()}  # type: ignore[misc]
+        return (transfers or Transfers()).run(ask, self, verbs)
+
+    def set_max_samples(self, most: int) -> None:
+        self._answer(Verb.LIMIT, None)
+
+    def start_ahead(self, after: int | None) -> Claim:
+        found: Claim = self._answer(Verb.CLAIM, CLAIM)
+        return found
 
     def _answer(self, verb: Verb, answer: Any) -> Any:
         self.asked.append(verb)
@@ -41,37 +54,37 @@ class Store:
 
 def test_a_pull_follows_the_claims_or_comes_with_the_push() -> None:
     store = Store()
-    done = Transfers().run(Ask(claims=2), store.verbs())
+    done = store.run(Ask(claims=2, max_samples=9))
     assert store.asked == PLAIN
-    assert (done.result, done.claims, done.pulled) == (RESULT, ("claim", "claim"), PARAMETERS)
+    assert (done.result, done.claims, done.version) == (RESULT, (CLAIM, CLAIM), VERSION)
+    assert [kind for kind, _, _ in done.spans] == ["push", "pull"]
     store = Store()
-    done = Transfers().run(Ask(exchanges=True, claims=1), store.verbs())
-    assert store.asked == [Verb.LIMIT, Verb.EXCHANGE, Verb.CLAIM]
-    assert done.pulled == PARAMETERS
+    done = store.run(Ask(exchanges=True, claims=1))
+    assert store.asked == [Verb.EXCHANGE, Verb.CLAIM]
+    assert done.version == VERSION
     store = Store()
-    assert Transfers().run(Ask(pulls=False), store.verbs()).pulled is None
-    assert store.asked == [Verb.LIMIT, Verb.PUSH]
+    assert store.run(Ask(pulls=False)).version is None
+    assert store.asked == [Verb.PUSH]
 
 
 def test_an_exchange_of_two_calls_pulls_before_it_claims() -> None:
     store = Store()
-    verbs = store.verbs() | {Verb.EXCHANGE: lambda: (store._answer(Verb.PUSH, RESULT), None)}
-    Transfers().run(Ask(exchanges=True, claims=1), verbs)
-    assert store.asked == [Verb.LIMIT, Verb.PUSH, Verb.PULL, Verb.CLAIM]
+    store.run(Ask(exchanges=True, claims=1), whole=False)
+    assert store.asked == [Verb.PUSH, Verb.PULL, Verb.CLAIM]
 
 
 def test_a_rejected_push_is_part_of_a_transfer() -> None:
     store = Store(push=PushRejected("push", "too old"))
-    done = Transfers().run(Ask(claims=2), store.verbs())
+    done = store.run(Ask(claims=2, max_samples=9))
     assert store.asked == PLAIN
-    assert (done.result, done.pulled) == (None, PARAMETERS)
+    assert (done.result, done.rejected, done.skipped, done.version) == (None, True, False, VERSION)
 
 
 def test_a_step_that_is_not_finite_is_skipped_in_a_transfer() -> None:
     store = Store(push=NotFinite("push", "nan"))
-    done = Transfers().run(Ask(claims=1), store.verbs())
-    assert store.asked == [Verb.LIMIT, Verb.PUSH, Verb.SKIP, Verb.CLAIM, Verb.PULL]
-    assert (done.result, done.skipped, done.pulled) == (None, True, PARAMETERS)
+    done = store.run(Ask(claims=1))
+    assert store.asked == [Verb.PUSH, Verb.SKIP, Verb.CLAIM, Verb.PULL]
+    assert (done.result, done.rejected, done.skipped, done.version) == (None, False, True, VERSION)
 
 
 @pytest.mark.parametrize("error", [PushRejected("push", "too old"), NotFinite("push", "nan")])
@@ -79,21 +92,21 @@ def test_one_that_is_alone_says_what_became_of_its_push_and_of_no_other(error: S
     transfers, alone = Transfers(), Ask(alone=True)
     store = Store(push=error)
     with pytest.raises(type(error)):
-        transfers.run(alone, store.verbs())
-    assert store.asked == [Verb.LIMIT, Verb.PUSH]
-    assert transfers.run(Ask(), Store().verbs()).result == RESULT
+        store.run(alone, transfers)
+    assert store.asked == [Verb.PUSH]
+    assert Store().run(Ask(), transfers).result == RESULT
     with pytest.raises(Fenced):
-        transfers.run(Ask(), Store(push=Fenced("push", "late")).verbs())
-    assert transfers.run(alone, Store().verbs()).result == RESULT
+        Store(push=Fenced("push", "late")).run(Ask(), transfers)
+    assert Store().run(alone, transfers).result == RESULT
 
 
 @pytest.mark.parametrize("error", [Fenced("claim", "late"), Fenced("pull", "late"), NotFinite("pull", "inf")])
 def test_what_is_raised_after_a_push_leaves_its_result(error: StoreError) -> None:
     transfers, verb = Transfers(), error.what
-    done = transfers.run(Ask(claims=1), Store(**{verb: error}).verbs())
-    assert (done.result, done.pulled, done.error) == (RESULT, None, error)
+    done = Store(**{verb: error}).run(Ask(claims=1), transfers)
+    assert (done.result, done.version, done.fenced) == (RESULT, None, True)
     with pytest.raises(type(error)):
-        transfers.run(Ask(), Store().verbs())
+        Store().run(Ask(), transfers)
 
 
 @pytest.mark.parametrize(
@@ -108,19 +121,19 @@ def test_what_is_raised_after_a_push_leaves_its_result(error: StoreError) -> Non
 def test_after_a_failed_transfer_all_fail_alike_until_the_worker_begins_again(
     verb: str, error: Exception
 ) -> None:
-    transfers = Transfers()
+    transfers, ask = Transfers(), Ask(claims=1, max_samples=9)
     with pytest.raises(type(error)):
-        transfers.run(Ask(claims=1), Store(**{verb: error}).verbs())
+        Store(**{verb: error}).run(ask, transfers)
     later = Store()
     with pytest.raises(type(error)) as failed:
-        transfers.run(Ask(claims=1), later.verbs())
+        later.run(ask, transfers)
     assert failed.value is error
     assert not later.asked
     transfers.begin_again()
-    assert transfers.run(Ask(), later.verbs()).result == RESULT
+    assert later.run(Ask(), transfers).result == RESULT
 
 
 def test_fenced_without_a_push_that_counts_is_an_error() -> None:
     store = Store(push=PushRejected("push", "too old"), pull=Fenced("pull", "late"))
     with pytest.raises(Fenced):
-        Transfers().run(Ask(), store.verbs())
+        store.run(Ask())

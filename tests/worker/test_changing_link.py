@@ -13,7 +13,7 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 from pyps.formats.mode import CODEC_BITS, Mode
 from pyps.formats.records import StepRecord, read_run
 from pyps.solver.links import LinkSlowdown, LinkSpec
-from pyps.solver.online.mode import ModeBalancer, TimedTransfer
+from pyps.solver.online.mode import ModeBalancer, TimedStep
 from pyps.store.policies import policy_named
 from pyps.worker.run.settings import Settings, ThrottleSpec
 from pyps.worker.step.loop import Worker
@@ -76,7 +76,7 @@ def test_a_mode_that_was_not_left_to_the_plan_stays(shm: Path, tmp_path: Path) -
 def test_a_step_that_pushed_nothing_tells_nothing_of_the_link(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[TimedTransfer] = []
+    heard: list[TimedStep] = []
     monkeypatch.setattr(ModeBalancer, "hear", lambda _, one: heard.append(one))
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(plan_with([10])))

@@ -12,6 +12,7 @@ from worker_tools import X, Y, backward, loss_of, make_model
 
 from pyps.formats.records import read_run
 from pyps.native.transfer import TransferRequest
+from pyps.native.values import PushRequest
 from pyps.store.policies import Policy
 from pyps.worker.step.loop import Worker, join
 
@@ -28,7 +29,7 @@ class Counted:
             self.calls.append(name)
         return getattr(self._store, name)
 
-    def begin_transfer(self, request: TransferRequest) -> Any:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> Any:
         """Note what it asks for."""
         self.calls.append("exchange" if request.ask.exchanges else "push")
         return self._store.begin_transfer(request)
@@ -76,7 +77,7 @@ def test_a_gradient_is_of_the_oldest_parameters_of_its_micro_batches(shm: Path, 
     batches, others = worker.batches((X, Y)), steps_of(other)
 
     class Based(Counted):
-        def begin_transfer(self, request: TransferRequest) -> Any:
+        def begin_transfer(self, request: TransferRequest[PushRequest]) -> Any:
             bases.append(request.push.base_version)
             return store.begin_transfer(request)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,17 +34,15 @@ from worker_tools import (
 from pyps.errors import Fenced, InputError, TimedOut
 from pyps.formats.records import StepRecord, read_run
 from pyps.native.status import MemberState
-from pyps.native.transfer import Transferred
-from pyps.native.values import Codec, PushRequest
+from pyps.native.transfer import Transferred, TransferRequest
+from pyps.native.values import PushRequest
 from pyps.report.trace import make_trace
-from pyps.step.transfer import Ask
 from pyps.store import Store
 from pyps.store.policies import Policy
 from pyps.worker.background import BackgroundThread
 from pyps.worker.data.sampling import indices
-from pyps.worker.step.client import Transfer
+from pyps.worker.step.client import Landed
 from pyps.worker.step.loop import Worker, join
-from pyps.worker.step.step import Outcome
 from pyps.worker.step.transport import Overlapped
 
 pytestmark = pytest.mark.slow
@@ -75,7 +74,7 @@ class Slow:
     def _timed(self, finish: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Transferred:
             began, done = time.monotonic(), finish(*args)
-            return done._replace(spans=[("push", began, done.spans[-1][2])])
+            return msgspec.structs.replace(done, spans=(("push", began, done.spans[-1][2]),))
 
         return timed
 
@@ -314,20 +313,20 @@ def test_a_worker_leaves_when_what_left_late_has_ended() -> None:
         assert turn.wait(PATIENCE_SECONDS)
         return end
 
-    def end(*_: object) -> Transfer:
+    def end(*_: object) -> Landed:
         order.append("transfer")
-        return Transfer(Outcome(version=1))
+        return Transferred(version=1), []
 
     def leave() -> None:
         order.append("left")
         gone.set()
 
     store = SimpleNamespace(rank=0, close=leave)
-    client: Any = SimpleNamespace(store=store, pull_codec=Codec.F32, begin_transfer=begin)
+    client: Any = SimpleNamespace(store=store, begin_transfer=begin)
     nothing: dict[str, Any] = {name: lambda *_: None for name in ("begin_arrival", "arrived", "end_arrival")}
     binding: Any = SimpleNamespace(vector=lambda: SimpleNamespace(array=None), **nothing)
     way = Overlapped(client, binding, PATIENCE_SECONDS)
-    way.send(PushRequest(0, 1, ()), Ask())
+    way.send(TransferRequest(PushRequest(0, 1, ())))
     with pytest.raises(TimedOut):
         way.close(0.01)
     turn.set()

@@ -22,7 +22,7 @@ import numpy as np
 from pyps.errors import Fenced, TimedOut
 from pyps.formats.records import Span
 from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
-from pyps.native.values import Codec, Flat
+from pyps.native.values import Codec, Flat, PushRequest
 from pyps.profiler.throttle import NANOSECOND, sleep_until
 from pyps.remote.parts import Extents
 from pyps.solver.links import FairShares, LinkSpec
@@ -199,7 +199,7 @@ class FarStore(Store):
         self._trips: RoundTrips[Transferred] | None = None
         self._spare: list[Flat] = []  # for what travels back
 
-    def begin_transfer(self, request: TransferRequest) -> FinishTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> FinishTransfer:
         """Send a transfer as a Store does; several may be under way on the links."""
         if self._trips is None:
             self._trips = RoundTrips(self._links, f"pyps-transfer-{self.rank}-store")
@@ -216,7 +216,7 @@ class FarStore(Store):
             there: Span = ("push", waits[-1][2] if waits else left, time.monotonic())
             done = here(request)(params)
             size = 0 if done.version is None else self._bytes(request.codec)
-            return done._replace(spans=[*waits, there, *done.spans]), size
+            return msgspec.structs.replace(done, spans=(*waits, there, *done.spans)), size
 
         size = self._bytes(push.encoding.codec) if push.samples else 0
         turns = self.policy_needs().uses_turns and push.samples > 0
@@ -232,7 +232,8 @@ class FarStore(Store):
             np.copyto(out, params)
         finally:
             self._spare.append(params)
-        return done._replace(spans=[*done.spans, ("pull", done.spans[-1][2], time.monotonic())])
+        back: Span = ("pull", done.spans[-1][2], time.monotonic())
+        return msgspec.structs.replace(done, spans=(*done.spans, back))
 
     def pull(
         self,

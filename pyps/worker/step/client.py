@@ -5,35 +5,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+
+from msgspec import structs
 
 from pyps.errors import Fenced, TimedOut
 from pyps.formats.records import Span, SpanKind
-from pyps.native.transfer import ArrivalCallback, FinishTransfer, TransferRequest
+from pyps.native.transfer import ArrivalCallback, FinishTransfer, Transferred, TransferRequest
 from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
-from pyps.step.transfer import Ask, Transfers
+from pyps.step.transfer import Transfers
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.run.memory import AnnouncedBudget
-from pyps.worker.step.step import Outcome
 
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
 
 
-@dataclass(slots=True)
-class Transfer:
-    """Hold what a step's way to the store and back came to: its outcome, claims of later steps, and staging
-    buffers for those. fenced: the worker was, perhaps after its push.
-    """
-
-    outcome: Outcome
-    claims: list[Claim] = field(default_factory=list)
-    staging: list[StagingBuffer] = field(default_factory=list)
-    fenced: bool = False
-
-
-EndTransfer = Callable[[Flat, ArrivalCallback | None], Transfer]  # the rest of a transfer that was begun
+Landed = tuple[Transferred, list[StagingBuffer]]  # what a transfer came to, and a buffer for each claim
+Land = Callable[[Flat, ArrivalCallback | None], Landed]  # the rest of a transfer that was begun
 
 
 class StoreClient:
@@ -119,28 +109,28 @@ class StoreClient:
         if self._budget is not None:
             self._budget.forget()
 
-    def begin_transfer(self, request: PushRequest, ask: Ask, pull: Codec) -> EndTransfer:
+    def begin_transfer(self, request: TransferRequest[PushRequest]) -> Land:
         """Begin a transfer. Over a link, also an emulated one, this sends all of it; what is returned waits
         for the reply, and writes the parameters. A store on this machine is asked only then, and tells of
         ranges of them as they arrive.
 
-        pull: the codec of what comes back. Call what is returned in the order of the beginnings, perhaps in
-        another thread; it raises what ended the transfer, save Fenced, and does not rejoin.
+        Call what is returned in the order of the beginnings, perhaps in another thread; it raises what ended
+        the transfer, save Fenced, and does not rejoin.
         """
         self._transfers.check()  # else this gradient would be taken for the one that did not leave
         try:
-            turn = self._await_turn(request)
-            most = self._budget.change() if self._budget is not None and ask.claims else None
-            if self._last is not None and self._begun == self._ended:
-                ask = replace(ask, after=self._last.first)
-            finish = self.store.begin_transfer(TransferRequest(request, pull, ask, most))
+            turn = self._await_turn(request.push)
+            most = self._budget.change() if self._budget is not None and request.ask.claims else None
+            last = self._last if self._begun == self._ended else None
+            ask = replace(request.ask, after=None if last is None else last.first, max_samples=most)
+            finish = self.store.begin_transfer(structs.replace(request, ask=ask))
         except Fenced:
             return _fenced
         except Exception as error:
             self._transfers.fail(error)
             raise
         self._begun += 1
-        return partial(self._finish, request, turn, finish)
+        return partial(self._finish, request.push, turn, finish)
 
     def _await_turn(self, request: PushRequest) -> list[Span]:
         """Over a link, wait until the gradient has the link for itself, where the policy has turns; the wait.
@@ -160,38 +150,31 @@ class StoreClient:
         finish: FinishTransfer,
         out: Flat,
         arrived: ArrivalCallback | None,
-    ) -> Transfer:
+    ) -> Landed:
         try:
             done = finish(out, arrived)
             for claim in done.claims:
                 self._note(claim)
         except Fenced:
-            return Transfer(Outcome(), fenced=True)
+            return Transferred(fenced=True), []
         finally:
             self._ended += 1
         kind: SpanKind = "push" if request.samples and not done.skipped else "skip"
-        outcome = Outcome(
-            done.result,
-            rejected=done.result is None and not done.skipped,
-            unencodable=done.skipped,
-            version=done.version,
-            spans=turn + [(kind if name == "push" else name, a, b) for name, a, b in done.spans],
-        )
-        fenced, staging = done.fenced, []
+        spans = tuple((kind if name == "push" else name, a, b) for name, a, b in done.spans)
+        done = structs.replace(done, spans=(*turn, *spans))
         try:
-            staging = [] if fenced else [self.store.stage() for _ in done.claims]
+            return done, [] if done.fenced else [self.store.stage() for _ in done.claims]
         except Fenced:
-            outcome.version, fenced = None, True
-        return Transfer(outcome, list(done.claims), staging, fenced)
+            return structs.replace(done, version=None, fenced=True), []
 
     def pull(self, out: Flat) -> int:
         """Fetch the parameters, each chunk whole, in this worker's codec; the version."""
         return self.store.pull(out, codec=self.pull_codec)[1]
 
 
-def _fenced(_out: Flat, _arrived: ArrivalCallback | None) -> Transfer:
+def _fenced(_out: Flat, _arrived: ArrivalCallback | None) -> Landed:
     """A transfer whose worker was fenced before its gradient left."""
-    return Transfer(Outcome(), fenced=True)
+    return Transferred(fenced=True), []
 
 
 def _wait(wait: Callable[[], Claim]) -> Claim:

@@ -29,6 +29,7 @@ from pyps.errors import InputError
 from pyps.formats import options
 from pyps.formats.options import check_limits
 from pyps.formats.records import RecordWriter, drop_undone, record_path
+from pyps.native.transfer import Transferred
 from pyps.native.values import Claim, Codec, PushResult
 from pyps.profiler.host_memory import disable_malloc_trim
 from pyps.step.events import Abort, Continue, Control, Finish
@@ -70,7 +71,7 @@ from pyps.worker.run.position import (
 from pyps.worker.run.settings import Settings, check_agreed
 from pyps.worker.step.attached import Attached, DivergenceCheck, attached, shorten_tracebacks
 from pyps.worker.step.feed import BatchFeed
-from pyps.worker.step.step import Outcome, Step, number_of
+from pyps.worker.step.step import Step, number_of
 from pyps.worker.step.transport import Transport
 
 if TYPE_CHECKING:
@@ -416,7 +417,7 @@ class Worker:
                 self.aborted += not following.fenced
                 self._step = None
                 attached.changes.note()
-                self._report(step, Outcome(spans=[("push", ready, time.monotonic())]))
+                self._report(step, Transferred(spans=(("push", ready, time.monotonic()),)))
                 return None
         self._step = None
         # Without a schedule, the script's own is as old as the script.
@@ -510,18 +511,18 @@ class Worker:
             attached.binding.release()
         return attached.optimizer.call(scaler)
 
-    def _report(self, step: Step, outcome: Outcome) -> None:
+    def _report(self, step: Step, done: Transferred) -> None:
         """Count and record what became of a step."""
         self._count += 1
-        self.steps += outcome.result is not None and step.finite
-        self.rejected += outcome.rejected
-        self.skipped += outcome.unencodable or not step.finite
+        self.steps += done.result is not None and step.finite
+        self.rejected += done.rejected
+        self.skipped += done.skipped or not step.finite
         if (local := self._require().local) is not None:
-            local.pushed(outcome.result)
+            local.pushed(done.result)
         if self._records is not None:
             depth = self._require().transport.depth
-            self._records.write(step.record(self.rank, self._count, outcome, depth))
-        if outcome.unencodable and not self.settings.allow_nonfinite:
+            self._records.write(step.record(self.rank, self._count, done, depth))
+        if done.skipped and not self.settings.allow_nonfinite:
             raise self._divergence.error("the gradient is not finite", step)
 
 

@@ -1,4 +1,4 @@
-"""A training step under way, what became of its gradient, and the record that is left of both."""
+"""A training step under way, and the record that is left of it and of its transfer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,29 +13,14 @@ import torch
 from pyps.formats.mode import Mode
 from pyps.formats.records import Span, StepRecord
 from pyps.native.ranges import Ranges
-from pyps.native.values import Claim, PushResult
+from pyps.native.transfer import Transferred
+from pyps.native.values import Claim
 from pyps.store.staging import StagingBuffer
 
 if TYPE_CHECKING:
     from pyps.profiler.throttle import ThrottledSpan
 
 SUM = 2  # torch's number of this reduction
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Hold what became of a gradient: `result`, or why it was dropped; and when it travelled.
-
-    `version`: of the parameters that were pulled after it. `fenced`: the worker was. `unencodable`: the
-    gradient has values that are not finite.
-    """
-
-    result: PushResult | None = None
-    rejected: bool = False
-    fenced: bool = False
-    unencodable: bool = False
-    version: int | None = None
-    spans: list[Span] = field(default_factory=list)
 
 
 class Step:
@@ -92,10 +76,11 @@ class Step:
         """Return, of these, what is not compute."""
         return self.cost_seconds - self.compute_seconds
 
-    def record(self, rank: int, number: int, outcome: Outcome, depth: int) -> StepRecord:
+    def record(self, rank: int, number: int, done: Transferred, depth: int) -> StepRecord:
         """Return what is kept of the step once its gradient was admitted or dropped."""
-        claim, result = self.claim, outcome.result
-        unencodable = outcome.unencodable and not outcome.fenced  # the store has skipped its samples
+        claim, result = self.claim, done.result
+        fenced = done.fenced and result is None
+        unencodable = done.skipped and not fenced  # the store has skipped its samples
         return StepRecord(
             rank=rank,
             pid=os.getpid(),
@@ -109,11 +94,11 @@ class Step:
             staleness=result.staleness if result else 0,
             sources=result.sources if result else 0,
             loss=self.loss,
-            spans=self.spans + outcome.spans,
+            spans=[*self.spans, *done.spans],
             overrun_seconds=self.overrun_seconds,
             skipped=not self.finite or unencodable,
             rejected=result is None and not unencodable,
-            fenced=outcome.fenced,
+            fenced=fenced,
             depth=depth,
             loader_seconds=self.loader_seconds,
             loader_workers=self.loader_workers,

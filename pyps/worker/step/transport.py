@@ -21,37 +21,36 @@ from functools import partial
 from typing import Protocol
 
 from pyps.errors import Ended, Fenced, InputError, InvalidArgument
-from pyps.formats.records import Span, SpanKind
-from pyps.native.transfer import ArrivalCallback
-from pyps.native.values import Claim, Codec, Encoding, Flat, PushRequest, PushResult
-from pyps.solver.online.mode import ModeBalancer, TimedTransfer
+from pyps.formats.records import Span
+from pyps.native.transfer import ArrivalCallback, Ask, Transferred, TransferRequest, seconds_of
+from pyps.native.values import Claim, Encoding, Flat, PushRequest, PushResult
+from pyps.solver.online.mode import ModeBalancer, TimedStep
 from pyps.step import events
 from pyps.step.machine import StepMachine, StepRules
-from pyps.step.transfer import Ask
 from pyps.store.codec import as_codec, fed_back
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
 from pyps.worker.background import CLOSE_SECONDS, BackgroundThread
 from pyps.worker.device.binding import Binding
-from pyps.worker.step.client import EndTransfer, StoreClient, Transfer
+from pyps.worker.step.client import Land, Landed, StoreClient
 from pyps.worker.step.onward import Onward
-from pyps.worker.step.step import Outcome, Step
+from pyps.worker.step.step import Step
 
-StepCallback = Callable[[Step, Outcome], None]
+StepCallback = Callable[[Step, Transferred], None]
 Merge = Callable[[Callable[[], int]], int]
 BACK_BUFFERS = 2
 
 
-class TransferWay(Protocol):
+class Way(Protocol):
     """How the transfers of a worker are made; one is taken after the other, in the order of the sends."""
 
-    def send(self, request: PushRequest, ask: Ask) -> None: ...
+    def send(self, request: TransferRequest[PushRequest]) -> None: ...
 
     @property
     def ready(self) -> int:
         """Transfers that have ended and were not taken."""
 
-    def take(self) -> Transfer:
+    def take(self) -> Landed:
         """The oldest transfer, when it has ended. Raises what it raised."""
 
     def load(self) -> bool:
@@ -68,24 +67,23 @@ class Serial:
 
     def __init__(self, client: StoreClient, binding: Binding) -> None:
         self._client, self._binding = client, binding
-        self._sent: tuple[PushRequest, Ask] | None = None
+        self._sent: TransferRequest[PushRequest] | None = None
 
-    def send(self, request: PushRequest, ask: Ask) -> None:
-        self._sent = request, ask
+    def send(self, request: TransferRequest[PushRequest]) -> None:
+        self._sent = request
 
     @property
     def ready(self) -> int:
         return 0
 
-    def take(self) -> Transfer:
+    def take(self) -> Landed:
         assert self._sent is not None
-        (request, ask), self._sent = self._sent, None
-        binding, client = self._binding, self._client
+        request, self._sent, binding = self._sent, None, self._binding
         binding.begin_arrival()
-        transfer = client.begin_transfer(request, ask, client.pull_codec)(binding.flat, binding.arrived())
-        if transfer.outcome.version is not None:
+        landed = self._client.begin_transfer(request)(binding.flat, binding.arrived())
+        if landed[0].version is not None:
             binding.end_arrival()
-        return transfer
+        return landed
 
     def load(self) -> bool:
         """Return True: they are there."""
@@ -111,10 +109,10 @@ class Overlapped:
         self._lock = threading.Lock()
         name = f"pyps-transfer-{client.store.rank}"
         self._sender: BackgroundThread[None] = BackgroundThread(f"{name}-out")
-        self._receiver: BackgroundThread[Transfer] = BackgroundThread(name)
+        self._receiver: BackgroundThread[Landed] = BackgroundThread(name)
 
-    def send(self, request: PushRequest, ask: Ask) -> None:
-        self._sender.submit(partial(self._post, request, ask, self._client.pull_codec))
+    def send(self, request: TransferRequest[PushRequest]) -> None:
+        self._sender.submit(partial(self._post, request))
         while self._sender.results_ready > 1:
             self._sender.take(0.0)
 
@@ -122,10 +120,10 @@ class Overlapped:
     def ready(self) -> int:
         return self._receiver.results_ready
 
-    def take(self) -> Transfer:
-        transfer = self._receiver.take(self._timeout)
+    def take(self) -> Landed:
+        landed = self._receiver.take(self._timeout)
         self._taken += 1
-        return transfer
+        return landed
 
     def load(self) -> bool:
         with self._lock:
@@ -142,26 +140,26 @@ class Overlapped:
         self._sender.close(partial(self._receiver.end, self._client.store.close), timeout)
         self._receiver.join(max(0.0, deadline - time.monotonic()))
 
-    def _post(self, request: PushRequest, ask: Ask, pull: Codec) -> None:
+    def _post(self, request: TransferRequest[PushRequest]) -> None:
         """In the sending thread: send, or hand over what is sent when its turn comes."""
         try:
-            finish = self._client.begin_transfer(request, ask, pull)
+            finish = self._client.begin_transfer(request)
         except BaseException as error:
             finish = partial(_fail, error)
         self._receiver.submit(partial(self._finish, finish))
 
-    def _finish(self, finish: EndTransfer) -> Transfer:
+    def _finish(self, finish: Land) -> Landed:
         """In the receiving thread: what came back of a transfer."""
         other = 1 - self._newest
         vector = self._back_buffers[other]
         self._ended += 1
         self._binding.begin_arrival()
-        transfer = finish(vector.array, self._binding.arrived(vector))
-        if transfer.outcome.version is not None:
+        landed = finish(vector.array, self._binding.arrived(vector))
+        if landed[0].version is not None:
             self._binding.end_arrival(vector)
             with self._lock:
                 self._newest, self._arrived = other, self._ended
-        return transfer
+        return landed
 
 
 class _Untaken(Exception):
@@ -198,9 +196,7 @@ class Transport:
         self._merge = merge or (lambda bring: bring())
         self._own = own
         self._machine = StepMachine(rules)
-        self._way: TransferWay = (
-            Serial(client, binding) if rules.depth == 1 else Overlapped(client, binding, timeout)
-        )
+        self._way: Way = Serial(client, binding) if rules.depth == 1 else Overlapped(client, binding, timeout)
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
         self._claims: deque[tuple[Claim, StagingBuffer]] = deque()  # of the next steps
@@ -209,8 +205,8 @@ class Transport:
         self._waits: list[Span] = []  # since the last step began
         self._ready = 0.0  # when the next step's claim was there
         self._merges: list[Span] = []  # in the middle of the step under way
-        self._landed: tuple[Step, Outcome] | None = None  # what has come back and is not reported
-        self._back: tuple[Step, Outcome] | None = None  # what came back last
+        self._landed: tuple[Step, Transferred] | None = None  # what has come back and is not reported
+        self._back: tuple[Step, Transferred] | None = None  # what came back last
         self._taking = False
         self._may_claim = False
 
@@ -273,11 +269,11 @@ class Transport:
         action = self._drive(events.Computed())
         assert isinstance(action, events.Return)
         if action.dropped:
-            self._report(step, Outcome(rejected=True, fenced=True))
+            self._report(step, Transferred(rejected=True, fenced=True))
         if self._back is None:
             return None
-        back, outcome = self._back
-        return outcome.result if back.finite else None
+        back, done = self._back
+        return done.result if back.finite else None
 
     def refresh(self) -> int:
         """Pull one single version into the model, after any transfer under way; the version. Raises what a
@@ -397,7 +393,7 @@ class Transport:
         self._sent.append(step)
         if self._own is not None:
             self._own.sent(request, step.staging.flat)
-        self._way.send(request, ask)
+        self._way.send(TransferRequest(request, self._client.pull_codec, ask))
         return events.Sent()
 
     def _take(self) -> events.Event:
@@ -406,29 +402,27 @@ class Transport:
         if self._own is not None:
             self._own.arrived()
         self._taking = True
-        transfer = self._way.take()
+        done, staging = self._way.take()
         self._taking = False
         if self.depth == 1:
             self._computing = None
         if waits:
             self._waits.append(("wait", began, time.monotonic()))
-        outcome = transfer.outcome
-        outcome.fenced = transfer.fenced and outcome.result is None
-        self._binding.commit_residual(outcome.result is not None and step.finite)
-        self._landed = step, outcome
-        if transfer.fenced:
+        self._binding.commit_residual(done.result is not None and step.finite)
+        self._landed = step, done
+        if done.fenced:
             return events.Arrived(fenced=True)
-        self._back = step, outcome
-        self._claims.extend(zip(transfer.claims, transfer.staging, strict=True))
-        waited = outcome.result.wait_seconds if outcome.result is not None else 0.0
-        there, back = (_seconds(outcome, kind) for kind in ("push", "pull"))
+        self._back = step, done
+        self._claims.extend(zip(done.claims, staging, strict=True))
+        waited = done.result.wait_seconds if done.result is not None else 0.0
+        there, back = seconds_of(done.spans, "push"), seconds_of(done.spans, "pull")
         computed = step.compute_seconds
-        if step.mode is not None and step.finite and not outcome.unencodable:  # else no gradient travelled
-            ended = max(end for _, _, end in outcome.spans)
-            self._follow(TimedTransfer(step.mode, computed, there, waited, back, ended))
-        return events.Arrived(outcome.version, len(transfer.claims), False, waited, there + back, computed)
+        if step.mode is not None and step.finite and not done.skipped:  # else no gradient travelled
+            ended = max(end for _, _, end in done.spans)
+            self._follow(TimedStep(step.mode, computed, there, waited, back, ended))
+        return events.Arrived(done.version, len(done.claims), False, waited, there + back, computed)
 
-    def _follow(self, one: TimedTransfer) -> None:
+    def _follow(self, one: TimedStep) -> None:
         """A transfer has ended: the mode of the next ones may change."""
         assert self._modes is not None
         if (change := self._modes.hear(one)) is not None:
@@ -466,10 +460,6 @@ class Transport:
             self._own.loaded()
 
 
-def _seconds(outcome: Outcome, kind: SpanKind) -> float:
-    return sum(end - begin for found, begin, end in outcome.spans if found == kind)
-
-
 def check_depth(depth: int, store: Store) -> None:
     """Raise InputError for more steps under way than the store has staging buffers for."""
     if depth > store.layout.staging_buffers:
@@ -484,5 +474,5 @@ def extra_buffers(depth: int) -> int:
     return depth - 1 + BACK_BUFFERS if depth > 1 else 0
 
 
-def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback | None) -> Transfer:
+def _fail(error: BaseException, out: Flat, arrived: ArrivalCallback | None) -> Landed:
     raise error
