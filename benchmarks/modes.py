@@ -31,7 +31,7 @@ import shaped
 from record import machine, others_share, save_table, table
 
 from pyps.formats import Cluster, Pace, Profile, RunTable, read_cluster, read_plan, read_profile
-from pyps.profiler.select import fit_of
+from pyps.profiler.curve import fit_of
 from pyps.report.report import read_report
 from pyps.solver.constrained import evaluate
 from pyps.solver.mode import stated_policy

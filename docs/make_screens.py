@@ -19,7 +19,7 @@ from rich.text import Text
 from pyps.cli.progress import rows
 from pyps.cli.top import screen
 from pyps.formats import Device, ModelInfo, Point, Profile, read_cluster, write_json
-from pyps.profiler.select import select_fit
+from pyps.profiler.curve import select_fit
 from pyps.report.page import make_page
 from pyps.report.progress import RunProgress
 from pyps.report.run_data import load_run

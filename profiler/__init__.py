@@ -1,9 +1,9 @@
 """Measures a device (profile_model), imports measurements (import_points), and fits T(b) (select_fit)."""
 
+from pyps.profiler.curve import fit_of, select_fit
 from pyps.profiler.fit import fit_points, point_seconds, predict_seconds
 from pyps.profiler.measure import profile_model
 from pyps.profiler.points_csv import import_points
-from pyps.profiler.select import fit_of, select_fit
 
 __all__ = [
     "fit_of",

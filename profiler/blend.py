@@ -1,5 +1,7 @@
 """Blends a fitted form with the points: the curve follows them near measured batches, and the form far away.
 
+The second of three files: pyps.profiler.curve calls it with what pyps.profiler.fit fitted.
+
 The measured times over the fitted ones, in logarithms, are taken as a random walk along log b plus noise:
 
     log(measured / fitted) = level + walk(log b) + noise
@@ -23,17 +25,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyps.errors import needed
+from pyps.profiler.fit import Fitted, Form, Vector, soft_l1
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
-Vector = NDArray[np.float64]
-Form = Callable[[Vector], Vector]  # batches -> seconds
 Knots = list[tuple[int, float]]  # batch, seconds
 
 HEDGE = 0.15  # of a gain below the smallest measured batch, the part that is counted on
@@ -49,7 +48,7 @@ DISTURBED = 6.0  # standard deviations from what both neighbours say
 ALONE = 1.5  # times its neighbours' own distance: a disturbed point is twice as far off, a cliff's as far
 LEAST_DISTURBANCE = 0.03  # relative: the least scatter that is taken as ordinary
 JUDGED_FROM = 5  # points: with fewer, none can be called disturbed
-AT_MOST = 100  # points; more are thinned, because the work grows with the cube
+SHAPE_GAIN = 0.8  # of the loss of straight lines between the points: the form's shape must reduce it to this
 
 
 @dataclass(frozen=True)
@@ -93,30 +92,61 @@ class Blend:
         where = np.clip(np.log(batches), self.at[0], self.at[-1])
         return np.exp(_covariance(where, self.at, self.walk.variance) @ self.weights)
 
+    def seconds(self, batches: Vector) -> Vector:
+        """The curve at batches of at least 1."""
+        return self.form(batches) * self.ratio(batches)
+
+
+@dataclass(frozen=True)
+class Blended:
+    """A form blended with the points that it was fitted to.
+
+    shaped: between two points the curve has the form's shape, as that errs clearly less than a straight line,
+    or points are few. misses: relative errors at the batches left out.
+    """
+
+    fitted: Fitted
+    blend: Blend
+    shaped: bool
+    misses: Vector
+
+    @staticmethod
+    def of(fitted: Fitted, usual_noise: float) -> Blended:
+        """Blend, and judge the blend by each point that was left out."""
+        walk = estimated(fitted.form, fitted.batches, fitted.seconds, usual_noise)
+        curved, straight, last = [], [], len(fitted.batches) - 1
+        for k, form in zip(fitted.left_out, fitted.others, strict=True):
+            x, y = np.delete(fitted.batches, k), np.delete(fitted.seconds, k)
+            here, seconds = fitted.batches[[k]], fitted.seconds[k]
+            blend = Blend.of(form, x, y, walk.without(int(k)))
+            curved.append(float(blend.seconds(here)[0]) / seconds - 1)
+            ends = x[max(0, k - 1) : k + 1]
+            line = float(np.interp(here[0], ends, blend.seconds(ends))) / seconds - 1
+            straight.append(line if 0 < k < last else curved[-1])
+        of_form, of_lines = np.array(curved), np.array(straight)
+        few = len(fitted.batches) < JUDGED_FROM
+        shaped = few or soft_l1(of_form) < SHAPE_GAIN * soft_l1(of_lines)
+        whole = Blend.of(fitted.form, fitted.batches, fitted.seconds, walk)
+        return Blended(fitted, whole, shaped, of_form if shaped else of_lines)
+
     def knots(self, corners: Vector) -> Knots:
-        """A nondecreasing polygon from batch 1 to the last measured one. corners: more batches than those."""
-        measured = np.exp(self.at).round()
-        batches = np.union1d(measured, corners)
-        seconds = monotone_polygon(self.form(batches) * self.ratio(batches))
+        """A nondecreasing polygon from batch 1 to the last measured one, through these batches too."""
+        form, measured = self.fitted.form, self.fitted.batches
+        inside = _between(measured) if self.shaped else measured
+        batches = np.unique(np.concatenate([measured, inside, corners]))
+        seconds = monotone_polygon(self.blend.seconds(batches))
         below = np.unique(np.geomspace(1, measured[0], BELOW + 1).round()[:-1])
         below = below[below < measured[0]]
-        share = np.minimum(1.0, self.form(below) / self.form(measured[:1]))
+        share = np.minimum(1.0, form(below) / form(measured[:1]))
         hedged = seconds[0] * (1 - HEDGE * (1 - share))
         both = zip([*below, *batches], [*hedged, *seconds], strict=True)
         return [(int(batch), float(time)) for batch, time in both]
 
 
-def between(measured: Vector) -> Vector:
+def _between(measured: Vector) -> Vector:
     """Some batches between each two measured ones, evenly on a log scale."""
     gaps = [np.geomspace(low, high, BETWEEN + 2) for low, high in itertools.pairwise(measured)]
     return np.unique(np.concatenate(gaps).round())
-
-
-def thinned(count: int) -> list[NDArray[np.int64]]:
-    """The points in at most AT_MOST bunches of neighbours, each to count as one; the ends stay alone."""
-    if count <= AT_MOST:
-        return [np.array([k]) for k in range(count)]
-    return [np.array([0]), *np.array_split(np.arange(1, count - 1), AT_MOST - 2), np.array([count - 1])]
 
 
 def estimated(form: Form, batches: Vector, seconds: Vector, usual_noise: float) -> Walk:

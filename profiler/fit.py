@@ -1,6 +1,7 @@
 """Fits the hardware-agnostic cost model T(b) = max(t0, c + a*b) robustly, and judges it on points left out.
 
-Every device has the same functional form; only its coefficients are measured (BOA, doi
+The first of three files that make a device's curve: pyps.profiler.curve calls pyps.profiler.blend, and both
+call this one. Every device has the same functional form; only its coefficients are measured (BOA, doi
 10.1007/s11227-019-02845-2, states the principle; the form with the knee and this fitting procedure are ours):
 
     a   seconds a sample       a >= 0: more samples never take less time
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +39,53 @@ KNEE_MIN_BATCHES = 4  # two on the plateau, two on the line
 KNEE_STARTS = 2  # how many of the best starting points are refined
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e12  # of a step: others overflow where they are squared
 LEFT_OUT_LIMIT = 24  # most batches left out in turn, evenly spread
+AT_MOST = 100  # points of a curve; more are bunched, because the work grows with the cube
 
 Vector = NDArray[np.float64]
 
 
+Form = Callable[[Vector], Vector]  # batches -> seconds
+
+
 @dataclass(frozen=True)
-class _Curve:
-    """T(x) = max(t0, c + a*x), in normalised batches and times."""
+class Knee:
+    """T(b) = max(t0, c + a*b); a line where t0 is 0."""
 
     t0: float
     c: float
     a: float
 
-    def __call__(self, x: Vector) -> Vector:
-        return np.maximum(self.t0, self.c + self.a * x)
+    def __call__(self, batches: Vector) -> Vector:
+        return np.maximum(self.t0, self.c + self.a * batches)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A form fitted to points, and what it predicts of those left out.
+
+    left_out: which points were left out, one by one; with two points none can be. others: the forms fitted
+    without each of these.
+    """
+
+    form: Form
+    batches: Vector
+    seconds: Vector
+    left_out: NDArray[np.int64]
+    others: list[Form]
+
+    @staticmethod
+    def of(fit: Callable[[Vector, Vector], Form], batches: Vector, seconds: Vector) -> Fitted:
+        """Fit a form to distinct, ascending batches."""
+        count = min(len(batches), LEFT_OUT_LIMIT) if len(batches) > 2 else 0
+        left_out = np.unique(np.linspace(0, len(batches) - 1, count).round().astype(np.int64))
+        others = [fit(np.delete(batches, k), np.delete(seconds, k)) for k in left_out]
+        return Fitted(fit(batches, seconds), batches, seconds, left_out, others)
+
+    @property
+    def misses(self) -> Vector:
+        """The relative errors at the batches that were left out."""
+        pairs = zip(self.left_out, self.others, strict=True)
+        return np.array([float(form(self.batches[[k]])[0] / self.seconds[k]) - 1 for k, form in pairs])
 
 
 def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
@@ -63,36 +98,42 @@ def fit_points(points: Sequence[tuple[int, float]]) -> Fit:
     trusted_min_batch to trusted_max_batch within 10 %.
     Raises InputError for fewer than two distinct batches, a batch below 1, seconds that no step takes.
     """
-    batches, seconds = medians_of(points)
-    b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
-    x, y = batches / b_scale, seconds / t_scale
+    return simple_fit(simple_form(*medians_of(points)))
 
-    line, line_misses = _fit_and_leave_out(x, y, _fit_line)
-    curve, misses = line, line_misses
-    if len(x) >= KNEE_MIN_BATCHES and (knee := _fit_knee(x, y)) is not None:
-        knee, knee_misses = _fit_and_leave_out(x, y, lambda u, v: _fit_knee(u, v) or _fit_line(u, v))
-        if soft_l1(knee_misses, NOISE_CEILING) < KNEE_GAIN * soft_l1(line_misses, NOISE_CEILING):
-            curve, misses = knee, knee_misses
-    low, high = trusted_range(batches, np.abs(curve(x) / y - 1))
+
+def simple_form(batches: Vector, seconds: Vector) -> Fitted:
+    """The line, or the knee where that predicts batches left out clearly better."""
+    line = Fitted.of(fit_line, batches, seconds)
+    if len(batches) < KNEE_MIN_BATCHES or _fit_knee(batches, seconds) is None:
+        return line
+    knee = Fitted.of(lambda x, y: _fit_knee(x, y) or fit_line(x, y), batches, seconds)
+    return knee if soft_l1(knee.misses) < KNEE_GAIN * soft_l1(line.misses) else line
+
+
+def simple_fit(fitted: Fitted) -> Fit:
+    """The fit of a line or a knee."""
+    form = fitted.form
+    assert isinstance(form, Knee)
     return Fit(
-        kind="knee" if curve is not line else "affine",
-        fixed_seconds=curve.c * t_scale,
-        per_sample_seconds=curve.a * t_scale / b_scale,
-        floor_seconds=curve.t0 * t_scale,
-        r2=r2_of(y, curve(x)),
-        leave_one_out_error=float(np.median(np.abs(misses))) if len(misses) else None,
-        trusted_min_batch=low,
-        trusted_max_batch=high,
+        kind="knee" if form.t0 else "affine",
+        fixed_seconds=form.c,
+        per_sample_seconds=form.a,
+        floor_seconds=form.t0,
+        **judged(fitted.batches, fitted.seconds, form(fitted.batches), fitted.misses),
     )
 
 
-def refitted(kind: str, batches: Vector, seconds: Vector) -> Callable[[Vector], Vector]:
-    """T of the same kind, "affine" or "knee", fitted to other measurements of distinct, ascending batches."""
-    b_scale, t_scale = float(batches[-1]), float(np.median(seconds))
-    x, y = batches / b_scale, seconds / t_scale
-    knee = _fit_knee(x, y) if kind == "knee" and len(x) >= KNEE_MIN_BATCHES else None
-    curve = knee or _fit_line(x, y)
-    return lambda batch: curve(batch / b_scale) * t_scale
+def judged(batches: Vector, seconds: Vector, predicted: Vector, misses: Vector) -> dict[str, Any]:
+    """Return what a fit says of its own errors. misses: relative errors at batches left out."""
+    met = np.flatnonzero(np.abs(predicted / seconds - 1) <= TRUST_TOLERANCE)
+    if not len(met):
+        met = np.array([int(np.argmin(np.abs(predicted / seconds - 1)))])
+    return {
+        "r2": _r2_of(seconds / np.median(seconds), predicted / np.median(seconds)),
+        "leave_one_out_error": float(np.median(np.abs(misses))) if len(misses) else None,
+        "trusted_min_batch": int(batches[met[0]]),
+        "trusted_max_batch": int(batches[met[-1]]),
+    }
 
 
 def point_seconds(point: Point) -> list[float]:
@@ -131,49 +172,49 @@ def medians_of(points: Sequence[tuple[int, float]]) -> tuple[Vector, Vector]:
     return np.array(batches, float), np.array([np.median(by_batch[b]) for b in batches])
 
 
-def _fit_and_leave_out(
-    x: Vector, y: Vector, fit: Callable[[Vector, Vector], _Curve]
-) -> tuple[_Curve, Vector]:
-    """The fit to all points, and its relative error at each batch when fitted without that batch.
-
-    With two batches the errors are empty, because neither can be left out.
-    """
-    if len(x) < 3:
-        return fit(x, y), np.empty(0)
-    left_out = np.unique(np.linspace(0, len(x) - 1, min(len(x), LEFT_OUT_LIMIT)).round().astype(int))
-    misses = []
-    for i in left_out:
-        without = fit(np.delete(x, i), np.delete(y, i))
-        misses.append(float(without(x[i : i + 1])[0] / y[i] - 1))
-    return fit(x, y), np.array(misses)
+def bunched(batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
+    """The points; of very many the medians of neighbours, with the ends alone."""
+    if len(batches) <= AT_MOST:
+        return batches, seconds
+    inner = np.array_split(np.arange(1, len(batches) - 1), AT_MOST - 2)
+    bunches = [np.array([0]), *inner, np.array([len(batches) - 1])]
+    middles = [int(bunch[len(bunch) // 2]) for bunch in bunches]
+    return batches[middles], np.array([np.median(seconds[bunch]) for bunch in bunches])
 
 
-def _fit_line(x: Vector, y: Vector) -> _Curve:
-    """The best c + a*x with c, a >= 0; through two points the exact line, if that has c, a >= 0."""
+def fit_line(batches: Vector, seconds: Vector) -> Knee:
+    """The best c + a*b with c, a >= 0; through two points the exact line, if that has c, a >= 0."""
+    x, y = batches / batches[-1], seconds / np.median(seconds)
     start = _theil_sen(x, y)
-    if len(x) == 2 and start.c > 0:
-        return start
-    return _refine(x, y, start, knee=False)
+    exact = len(x) == 2 and start.c > 0
+    return _unscaled(start if exact else _refine(x, y, start, knee=False), batches, seconds)
 
 
-def _fit_knee(x: Vector, y: Vector) -> _Curve | None:
-    """The best max(t0, c + a*x), or None if no start keeps two batches on the plateau and two on the line."""
+def _fit_knee(batches: Vector, seconds: Vector) -> Knee | None:
+    """The best max(t0, c + a*b), or None if no start keeps two batches on the plateau and two on the line."""
+    x, y = batches / batches[-1], seconds / np.median(seconds)
     starts = []
     for split in range(2, len(x) - 1):
         line = _theil_sen(x[split:], y[split:])
-        starts.append(_Curve(float(np.median(y[:split])), line.c, line.a))
-    starts.sort(key=lambda curve: soft_l1(curve(x) / y - 1, NOISE_CEILING))
+        starts.append(Knee(float(np.median(y[:split])), line.c, line.a))
+    starts.sort(key=lambda form: soft_l1(form(x) / y - 1))
     best, best_loss = None, math.inf
     for start in starts[:KNEE_STARTS]:
-        curve = _refine(x, y, start, knee=True)
-        on_plateau = int(np.count_nonzero(curve.c + curve.a * x < curve.t0))
-        loss = soft_l1(curve(x) / y - 1, NOISE_CEILING)
+        form = _refine(x, y, start, knee=True)
+        on_plateau = int(np.count_nonzero(form.c + form.a * x < form.t0))
+        loss = soft_l1(form(x) / y - 1)
         if 2 <= on_plateau <= len(x) - 2 and loss < best_loss:
-            best, best_loss = curve, loss
-    return best
+            best, best_loss = form, loss
+    return None if best is None else _unscaled(best, batches, seconds)
 
 
-def _theil_sen(x: Vector, y: Vector) -> _Curve:
+def _unscaled(form: Knee, batches: Vector, seconds: Vector) -> Knee:
+    """The form of the points, by that of their parts of the largest batch and of the median time."""
+    unit = float(np.median(seconds))
+    return Knee(form.t0 * unit, form.c * unit, form.a * unit / float(batches[-1]))
+
+
+def _theil_sen(x: Vector, y: Vector) -> Knee:
     """A starting point that a single outlier cannot move: the median slope of all pairs and the median
     intercept.
     """
@@ -183,10 +224,10 @@ def _theil_sen(x: Vector, y: Vector) -> _Curve:
     i, j = np.triu_indices(len(x), 1)
     i, j = i[x[j] > x[i]], j[x[j] > x[i]]
     slope = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
-    return _Curve(0.0, max(0.0, float(np.median(y - slope * x))), slope)
+    return Knee(0.0, max(0.0, float(np.median(y - slope * x))), slope)
 
 
-def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
+def _refine(x: Vector, y: Vector, start: Knee, *, knee: bool) -> Knee:
     """Minimises the soft L1 of T(x)/y - 1 with coefficients >= 0; the scale of the loss is the start's
     scatter.
     """
@@ -217,30 +258,22 @@ def _refine(x: Vector, y: Vector, start: _Curve, *, knee: bool) -> _Curve:
     )
     t0, c, a = solution.x if knee else (0.0, *solution.x)
     # The solver stops just inside a bound: such a coefficient is zero.
-    return _Curve(*(float(v) if v > 1e-9 else 0.0 for v in (t0, c, a)))
+    return Knee(*(float(v) if v > 1e-9 else 0.0 for v in (t0, c, a)))
 
 
-def soft_l1(relative_errors: Vector, scale: float) -> float:
-    """Mean soft L1 loss: quadratic below `scale`, linear above, so that one outlier does not dominate."""
-    return float(np.mean(np.sqrt(1 + (relative_errors / scale) ** 2) - 1))
+def soft_l1(relative_errors: Vector) -> float:
+    """The mean soft L1 loss: quadratic for ordinary errors, linear above, so that one outlier does not
+    dominate.
+    """
+    return float(np.mean(np.sqrt(1 + (relative_errors / NOISE_CEILING) ** 2) - 1))
 
 
-def r2_of(y: Vector, predicted: Vector) -> float:
+def _r2_of(y: Vector, predicted: Vector) -> float:
     """1 - residual over total sum of squares; if all y are equal, 1 for an exact fit and else 0."""
     residual, total = float(np.sum((y - predicted) ** 2)), float(np.sum((y - y.mean()) ** 2))
     if total <= 1e-24:
         return 1.0 if residual <= 1e-18 else 0.0
     return 1.0 - residual / total
-
-
-def trusted_range(batches: Vector, errors: Vector) -> tuple[int, int]:
-    """The first and last measured batch within the tolerance; the one with the least error twice if there is
-    none.
-    """
-    met = np.flatnonzero(errors <= TRUST_TOLERANCE)
-    if not len(met):
-        met = np.array([int(np.argmin(errors))])
-    return int(batches[met[0]]), int(batches[met[-1]])
 
 
 def memory_model(peaks: Sequence[tuple[int, int]], budget_bytes: int) -> Memory | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pyps.formats import Profile
+from pyps.profiler.curve import fit_of
 from pyps.profiler.fit import medians_of, point_seconds, predict_seconds
-from pyps.profiler.select import fit_of
 
 ALIKE = 0.05  # relative: the difference in times up to which devices of a kind share a profile
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +24,9 @@ from pyps.formats import MAX_BATCH, Device, ModelInfo, Parts, Point, Profile
 from pyps.profiler.budget import SECONDS, UNLIMITED, Budget, Progress
 from pyps.profiler.climb import FEW, Notify, Probe, check_two, climb, ladder
 from pyps.profiler.clocks import gpu_clocks
+from pyps.profiler.curve import select_fit
 from pyps.profiler.fit import memory_model
 from pyps.profiler.lengths import check_lengths, measure_lengths
-from pyps.profiler.select import select_fit
 from pyps.profiler.statistics import median_and_error
 from pyps.profiler.stepper import (
     PARTS,
@@ -38,6 +39,9 @@ from pyps.profiler.stepper import (
 from pyps.profiler.throttle import Throttle
 from pyps.tasks.by_name import load_task
 from pyps.tasks.task import TrainingTask, require_torch
+
+if TYPE_CHECKING:
+    import torch
 
 SETTLE_SHARE = 0.1  # of them
 LEAST_ROUNDS = 2  # of all sizes: where time is short, some are left out
@@ -93,29 +97,46 @@ def profile_model(
             stepper.budget_bytes = min(stepper.budget_bytes, memory_budget)
         stepper.length = several[len(several) // 2] if several else None
         probes = affordable(climb(stepper, sizes, max_step_seconds, notify, budget), budget)
-        costs = {p.batch: p.cost for p in probes}
-        settle(stepper, [*costs][(len(costs) - 1) // 2], notify, budget)
-        with gpu_clocks(target) as clocks:
-            timed = time_in_rounds(stepper, [*costs], repeats, budget, costs)
-        probes = _timed_ones(probes, timed, stepper, notify)
-        points = [_point_of(stepper, p, timed[p.batch], budget) for p in probes]
+        points, clocks = _timed_points(stepper, target, probes, repeats, budget, notify)
         by_length = measure_lengths(stepper, several) if several else None
         _report_overrun(stepper, notify)
-        budget.say(notify)
-    for reason in clocks:
-        notify(f"the GPU ran below its clocks while it was timed: {reason}")
+    budget.say(notify)
     return Profile(
         device=_device_of(stepper, throttle),
         model=_model_info(where, task, options, stepper.length),
         points=points,
-        max_batch=_largest(max_batch, sizes, probes),
+        max_batch=_largest(max_batch, sizes, points),
         cut_short=budget.cut_short,
-        min_batch=FEW if probes[0].batch > 1 and (sizes is None or 1 in sizes) else None,
+        min_batch=FEW if points[0].batch > 1 and (sizes is None or 1 in sizes) else None,
         memory=memory_model([(p.batch, p.peak_bytes) for p in probes], stepper.budget_bytes),
         fit=select_fit(points),
         lengths=by_length,
         clocks=clocks or None,
     )
+
+
+def _timed_points(
+    stepper: Stepper,
+    device: torch.device,
+    probes: Sequence[Probe],
+    repeats: int,
+    budget: Budget,
+    notify: Notify,
+) -> tuple[list[Point], list[str]]:
+    """The points of the sizes that could be timed, and what slowed a GPU's clocks down meanwhile. Raises
+    InputError if fewer than two sizes could.
+    """
+    costs = {p.batch: p.cost for p in probes}
+    settle(stepper, [*costs][(len(costs) - 1) // 2], notify, budget)
+    with gpu_clocks(device) as clocks:
+        seconds = time_in_rounds(stepper, [*costs], repeats, budget, costs)
+    for reason in clocks:
+        notify(f"the GPU ran below its clocks while it was timed: {reason}")
+    if left_out := [probe.batch for probe in probes if probe.batch not in seconds]:
+        notify(f"memory for batches {left_out} was there at first, but not while they were timed: left out")
+    timed = [probe for probe in probes if probe.batch in seconds]
+    check_two(timed, stepper)
+    return [_point_of(stepper, p, seconds[p.batch], budget) for p in timed], clocks
 
 
 def _point_of(stepper: Stepper, probe: Probe, seconds: list[float], budget: Budget) -> Point:
@@ -222,17 +243,6 @@ def time_in_rounds(
     return seconds
 
 
-def _timed_ones(
-    probes: Sequence[Probe], seconds: Mapping[int, list[float]], stepper: Stepper, notify: Notify
-) -> list[Probe]:
-    """The probes of the sizes that were timed. Raises InputError if fewer than two were."""
-    timed = [probe for probe in probes if probe.batch in seconds]
-    if left_out := [probe.batch for probe in probes if probe.batch not in seconds]:
-        notify(f"memory for batches {left_out} was there at first, but not while they were timed: left out")
-    check_two(timed, stepper)
-    return timed
-
-
 def settle(stepper: Stepper, batch: int, notify: Notify, budget: Budget = UNLIMITED) -> bool:
     """Runs steps until the last few take about the same time; False, after a notice, if they never do, or if
     a part of the budget ends.
@@ -261,9 +271,9 @@ def time_parts(stepper: Stepper, batch: int, budget: Budget, cost: float) -> Par
     return Parts(**{part: float(np.median([run[part] for run in runs])) for part in PARTS})
 
 
-def _largest(max_batch: int | None, sizes: Sequence[int] | None, probes: Sequence[Probe]) -> int:
+def _largest(max_batch: int | None, sizes: Sequence[int] | None, points: Sequence[Point]) -> int:
     """The largest batch that a plan may use: max_batch if all sizes ran, else the largest size that ran."""
-    largest = probes[-1].batch
+    largest = points[-1].batch
     everything_ran = sizes is not None and largest == sizes[-1]
     return max_batch if max_batch is not None and everything_ran else largest
 

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from pyps.formats import Fit, Profile
+from pyps.profiler.curve import fit_of, select_fit, usual_noise
 from pyps.profiler.fit import medians_of, point_seconds
-from pyps.profiler.select import fit_of, select_fit, usual_noise
 from pyps.profiler.statistics import spread
 
 MULTIPLES = 32, 16, 8

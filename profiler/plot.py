@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pyps.errors import InputError, PypsError, how_to_install, shown
 from pyps.formats import Fit, Profile
 from pyps.formats.files import temporary_beside
+from pyps.profiler.curve import fit_of
 from pyps.profiler.fit import point_seconds, predict_seconds
-from pyps.profiler.select import fit_of
 
 Ints = NDArray[np.int64]
 

@@ -21,8 +21,8 @@ from statistics import median
 from pyps.errors import InputError
 from pyps.formats import MAX_BATCH, Device, Link, Memory, ModelInfo, Point, Profile
 from pyps.formats.files import read_text
+from pyps.profiler.curve import select_fit
 from pyps.profiler.fit import link_model, memory_model, point_seconds
-from pyps.profiler.select import select_fit
 
 COLUMNS = ("batch", "seconds")
 MORE_COLUMNS = ("peak_bytes", "link_bytes", "link_seconds")

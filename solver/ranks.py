@@ -21,8 +21,8 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Fit, Profile, WorkerGroup, read_profile
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import ROUND, Mode, Pace
+from pyps.profiler.curve import check_whole, fit_of
 from pyps.profiler.multiples import at_multiple, kept_multiple
-from pyps.profiler.select import check_whole, fit_of
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
 from pyps.solver.costs import Cost, Costs, Floats, Line, Table

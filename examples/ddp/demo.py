@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pyps.formats import Cluster, Device, Job, ModelInfo, Plan, Point, Profile, SyncCost, WorkerGroup
-from pyps.profiler.select import select_fit
+from pyps.profiler.curve import select_fit
 from pyps.solver.plan import make_plan
 
 HERE = Path(__file__).resolve().parent

@@ -36,7 +36,7 @@ from pyps.formats import (
     read_cluster,
     write_json,
 )
-from pyps.profiler.select import fitted_profile
+from pyps.profiler.curve import fitted_profile
 from pyps.solver.planner import Planner
 
 

@@ -16,9 +16,9 @@ from pyps.cli.profile_views import note, show_comparison, show_profile
 from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.formats import Memory, Profile, read_cluster, read_profile, write_json
+from pyps.profiler.curve import select_fit
 from pyps.profiler.fit import point_seconds
 from pyps.profiler.plot import plot_profile
-from pyps.profiler.select import select_fit
 
 CHANGED = 0.10  # relative: a size that takes so much more or less time when it is measured again
 ProfileFile = Annotated[

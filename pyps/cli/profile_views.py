@@ -9,11 +9,11 @@ from rich.table import Table
 
 from pyps.cli.terminal import say, terminal
 from pyps.formats import Fit, Point, Profile
+from pyps.profiler.curve import fit_of
 from pyps.profiler.fit import point_seconds, predict_seconds
 from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.plot import describe_fit
 from pyps.profiler.points_csv import long_step
-from pyps.profiler.select import fit_of
 from pyps.profiler.statistics import spread
 
 BAR_COLUMNS = 48

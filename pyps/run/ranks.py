@@ -17,9 +17,9 @@ from pyps.formats import Fit, Plan, PlanWorker, read_cluster, read_profile
 from pyps.formats.mode import FROM_PLAN
 from pyps.formats.setup import RankSpec
 from pyps.native.values import CostModel
+from pyps.profiler.curve import fitted_profile
 from pyps.profiler.fit import fit_points, predict_seconds
 from pyps.profiler.multiples import fit_at
-from pyps.profiler.select import fitted_profile
 from pyps.solver.accumulate import seconds_in_parts
 from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Line, Table

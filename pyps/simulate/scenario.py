@@ -25,9 +25,9 @@ from pyps.formats import (
 )
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.plan import TurnSchedule, plan_turns
+from pyps.profiler.curve import fitted_profile
 from pyps.profiler.fit import predict_seconds
 from pyps.profiler.multiples import fit_at
-from pyps.profiler.select import fitted_profile
 from pyps.simulate.clock import LinkClass, Network
 from pyps.simulate.faults import NOTICED_SECONDS, Fault, stated_faults
 from pyps.solver.constrained import even_batches

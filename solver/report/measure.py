@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from pyps.formats import Cluster, Pace, Plan, Profile
+from pyps.profiler.curve import on_one_grid
 from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
-from pyps.profiler.select import on_one_grid
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import cost_of, multiples_of
 from pyps.solver.units import sample_multiple, units_each

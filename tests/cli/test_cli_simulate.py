@@ -16,7 +16,7 @@ from pyps.cli.simulate import app
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Pace, Plan, Point, Profile, read_cluster, read_profile, write_json
 from pyps.native.values import OUTER
-from pyps.profiler.select import fit_of, select_fit
+from pyps.profiler.curve import fit_of, select_fit
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan
 from pyps.store.policies import Policy

@@ -11,7 +11,7 @@ import pytest
 from pyps.formats import read_cluster, read_profile, write_json
 from pyps.formats.mode import CODEC_BITS, Mode
 from pyps.formats.records import read_run
-from pyps.profiler.select import fit_of
+from pyps.profiler.curve import fit_of
 from pyps.run import RunOptions, run
 from pyps.simulate import scenario_of, simulate
 from pyps.solver.plan import make_plan

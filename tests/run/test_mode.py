@@ -18,7 +18,7 @@ from pyps.errors import InputError
 from pyps.formats import Mode, Plan, PlannedRun, read_plan, read_profile, write_json
 from pyps.formats.setup import VARIABLE
 from pyps.native.values import Codec
-from pyps.profiler.select import fit_of
+from pyps.profiler.curve import fit_of
 from pyps.run import RunOptions
 from pyps.run.spec import RunSpec, prepare, write_setup
 from pyps.worker.run.settings import Settings

@@ -14,7 +14,7 @@ from planning_tools import profile
 
 from pyps.errors import Infeasible, PypsError
 from pyps.formats import Cluster, Fit, Job, Point, Profile, WorkerGroup
-from pyps.profiler.select import select_fit
+from pyps.profiler.curve import select_fit
 from pyps.solver.accumulate import accumulated, best_size
 from pyps.solver.constrained import ConstrainedProblem, evaluate
 from pyps.solver.costs import Cost, Costs, Floats, Ints, Line, Table

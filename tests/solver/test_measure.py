@@ -10,8 +10,8 @@ import pytest
 from planning_tools import profile
 
 from pyps.formats import Cluster, Job, Point, Profile, WorkerGroup
+from pyps.profiler.curve import select_fit
 from pyps.profiler.multiples import shown_multiple
-from pyps.profiler.select import select_fit
 from pyps.solver.plan import make_plan
 from pyps.solver.report.measure import WORTH, measured_for, next_sizes
 

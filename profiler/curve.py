@@ -1,9 +1,12 @@
 """Selects a device's cost model: a simple form where that explains the points, else a curve through them.
 
+The last of three files, and the one to call: it asks pyps.profiler.fit for a form, pyps.profiler.blend for a
+curve about the form, and keeps one of them.
+
     affine   T(b) = c + a b
     knee     T(b) = max(t0, c + a b)
-    table    a nondecreasing polygon: a form blended with the points (pyps.profiler.blend); the form is one of
-             these, or stairs, T(b) = c + a q ceil(b / q), where work comes in tiles of q samples
+    table    a nondecreasing polygon: a form blended with the points; the form is one of these, or stairs,
+             T(b) = c + a q ceil(b / q), where work comes in tiles of q samples
 
 The blend is believed first. A line or a knee is kept only if it misses no measured batch by more than 10 %,
 predicts batches left out clearly better than the blend or nearly exactly, and promises little gain below the
@@ -17,34 +20,33 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Point, Profile, read_profile
-from pyps.profiler.blend import JUDGED_FROM, USUAL_NOISE, Blend, Form, between, estimated, thinned
+from pyps.profiler.blend import USUAL_NOISE, Blended
 from pyps.profiler.fit import (
-    LEFT_OUT_LIMIT,
-    NOISE_CEILING,
     TRUST_TOLERANCE,
-    fit_points,
+    Fitted,
+    Form,
+    Vector,
+    bunched,
+    fit_line,
+    judged,
     medians_of,
     point_seconds,
     predict_seconds,
-    r2_of,
-    refitted,
+    simple_fit,
+    simple_form,
     soft_l1,
-    trusted_range,
 )
 from pyps.profiler.statistics import median_and_error
 
 GOOD_ENOUGH = 0.01  # a form with a smaller error at batches left out is kept
-SHAPE_GAIN = 0.8  # the same of the form's shape between the points, over a straight line's
 FORM_GAIN = 0.8  # else it must reduce the loss at batches left out to this share of the blend's
 UNMEASURED_GAIN = 0.25  # of the smallest measured time: a form that promises more below needs proof
 CONFIRMING = 4  # batches on a form that prove it, also below the smallest
@@ -64,10 +66,6 @@ WITHIN = 0.95  # one side of 90 %
 # families of curves that benchmarks/outside/ has not.
 GAPS, LOCAL = 0.76, 0.7
 
-Vector = NDArray[np.float64]
-FitForm = Callable[[Vector, Vector], Form]
-Kind = Literal["affine", "knee"]
-
 
 def select_fit(points: Sequence[Point]) -> Fit:
     """Fits a profile's points with the model that predicts best, and adds a band of its uncertainty.
@@ -76,22 +74,19 @@ def select_fit(points: Sequence[Point]) -> Fit:
     lie, by the errors at batches left out; None with two batches. Raises InputError as fit_points does.
     """
     measured = [(p.batch, s) for p in points for s in point_seconds(p)]
-    fit = fit_points(measured)
-    batches, seconds = _bunched(*medians_of(measured))
-    kind: Kind = "knee" if fit.kind == "knee" else "affine"
-    fitted = _Fitted(partial(refitted, kind), batches, seconds, usual_noise(points))
-    alone, followed = fitted.misses()
-    blended = _needs_blend(fit, fitted.form, batches, seconds, alone, followed)
-    stairs = _stairs(fitted, alone, followed)
-    if stairs is not None:
-        fitted, followed, blended = stairs, stairs.misses()[1], True
-    if blended:
-        fit = _blended(fitted, followed)
-    band = _band(fit, fitted, followed if blended else alone, points)
+    noise = usual_noise(points)
+    curve, corners = Blended.of(simple_form(*bunched(*medians_of(measured))), noise), np.empty(0)
+    if (tile := _tile(curve)) is not None:
+        stairs = Fitted.of(partial(_fit_stairs, tile), curve.fitted.batches, curve.fitted.seconds)
+        curve, corners = Blended.of(stairs, noise), _corners(tile, stairs.batches)
+    if tile is not None or _needs_blend(curve):
+        fit, misses = _blended_fit(curve, corners), curve.misses
+    else:
+        fit, misses = simple_fit(curve.fitted), curve.fitted.misses
     return msgspec.structs.replace(
         fit,
-        doubling_error=fitted.walk.doubling_error,
-        band=band,
+        doubling_error=curve.blend.walk.doubling_error,
+        band=_band(fit, curve.fitted, misses, {p.batch for p in points}, corners),
         optimizer_seconds=optimizer_seconds(points),
     )
 
@@ -134,101 +129,31 @@ def fitted_profile(path: str | os.PathLike[str]) -> Profile:
         raise InputError(os.fspath(path), "points", error.found, error.expected) from None
 
 
-def _bunched(batches: Vector, seconds: Vector) -> tuple[Vector, Vector]:
-    """The points, or medians of neighbours if they are very many."""
-    bunches = thinned(len(batches))
-    if len(bunches) == len(batches):
-        return batches, seconds
-    middles = [int(bunch[len(bunch) // 2]) for bunch in bunches]
-    return batches[middles], np.array([np.median(seconds[bunch]) for bunch in bunches])
-
-
 def usual_noise(points: Sequence[Point]) -> float:
     """The relative error to expect of a batch's median: by its repeats, where there are any."""
     errors = [median_and_error(times)[1] for p in points if len(times := point_seconds(p)) > 2]
     return max(LEAST_NOISE, float(np.median(errors))) if errors else USUAL_NOISE
 
 
-def _needs_blend(
-    fit: Fit, form: Form, batches: Vector, seconds: Vector, alone: Vector, followed: Vector
-) -> bool:
-    """Return whether the form alone does not do.
-
-    form, fit: the form, and how it was judged. batches, seconds: the points. alone, followed: relative errors
-    at batches left out, of the form and of the blend.
-    """
-    if np.abs(form(batches) / seconds - 1).max() > TRUST_TOLERANCE:
+def _needs_blend(curve: Blended) -> bool:
+    """Return whether the form alone does not do."""
+    fitted, misses = curve.fitted, curve.fitted.misses
+    form, batches = fitted.form, fitted.batches
+    if np.abs(form(batches) / fitted.seconds - 1).max() > TRUST_TOLERANCE:
         return True
-    good = (fit.leave_one_out_error or 0.0) <= GOOD_ENOUGH
+    good = not len(misses) or float(np.median(np.abs(misses))) <= GOOD_ENOUGH
     if good and len(batches) >= CONFIRMING:
         return False
     if 1 - float(form(np.ones(1))[0] / form(batches[:1])[0]) > UNMEASURED_GAIN:
         return True
-    return not good and soft_l1(alone, NOISE_CEILING) > FORM_GAIN * soft_l1(followed, NOISE_CEILING)
+    return not good and soft_l1(misses) > FORM_GAIN * soft_l1(curve.misses)
 
 
-class _Fitted:
-    """A form fitted to points, and the walk of the points about it. fit: fits such a form. tile: the samples
-    between its corners; None: it has none.
+def _tile(simple: Blended) -> int | None:
+    """The samples in a tile, where stairs predict the batches left out much better than a simple form, alone
+    or blended, does; None if they do not.
     """
-
-    def __init__(
-        self, fit: FitForm, batches: Vector, seconds: Vector, noise: float, tile: int | None = None
-    ) -> None:
-        self.fit, self.batches, self.seconds, self.noise, self.tile = fit, batches, seconds, noise, tile
-        self.shaped = True  # until it is judged
-        self.form = fit(batches, seconds)
-        self.walk = estimated(self.form, batches, seconds, noise)
-        last = len(batches) - 1
-        self._each = np.unique(np.linspace(0, last, min(last + 1, LEFT_OUT_LIMIT)).round().astype(int))
-
-    @property
-    def left_out(self) -> Vector:
-        """The batches at which `misses` tells the errors."""
-        found: Vector = self.batches[self._each]
-        return found
-
-    @property
-    def corners(self) -> Vector:
-        """The batches at the ends of the tiles within the points."""
-        if self.tile is None:
-            return np.empty(0)
-        low, high = self.batches[0], self.batches[-1]
-        ends = np.arange(self.tile, high + 1, self.tile)
-        both = np.concatenate([ends, ends + 1])
-        inside: Vector = both[(both > low) & (both < high)]
-        return inside
-
-    def misses(self) -> tuple[Vector, Vector]:
-        """Relative errors at batches left out one by one: of the form, and of the blend, whose shape between
-        two points is the form's where that errs clearly less. None of two batches.
-        """
-        alone, blended, straight, count = [], [], [], len(self.batches)
-        if count < 3:
-            return np.empty(0), np.empty(0)
-        for k in self._each:
-            x, y, here = np.delete(self.batches, k), np.delete(self.seconds, k), self.batches[k : k + 1]
-            form = self.fit(x, y)
-            simple = float(form(here)[0] / self.seconds[k])
-            alone.append(simple - 1)
-            blend = Blend.of(form, x, y, self.walk.without(int(k)))
-            blended.append(simple * float(blend.ratio(here)[0]) - 1)
-            ends = x[max(0, k - 1) : k + 1]
-            curve = form(ends) * blend.ratio(ends)
-            inside = 0 < k < count - 1
-            straight.append(
-                float(np.interp(here[0], ends, curve)) / self.seconds[k] - 1 if inside else blended[-1]
-            )
-        of_form, of_lines = (soft_l1(np.array(one), NOISE_CEILING) for one in (blended, straight))
-        self.shaped = count < JUDGED_FROM or of_form < SHAPE_GAIN * of_lines
-        return np.array(alone), np.array(blended if self.shaped else straight)
-
-
-def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
-    """The stairs that predict the batches left out much better than a simple form, alone or blended, does;
-    None if there are none.
-    """
-    batches, seconds = simple.batches, simple.seconds
+    batches, seconds = simple.fitted.batches, simple.fitted.seconds
     tiles = [
         q
         for q in TILES
@@ -237,11 +162,18 @@ def _stairs(simple: _Fitted, alone: Vector, followed: Vector) -> _Fitted | None:
     ]
     if not tiles or len(batches) < STAIRS_POINTS:
         return None
-    best = min(tiles, key=lambda q: soft_l1(_line_misses(_tiled(batches, q), seconds), NOISE_CEILING))
-    most = STAIRS_GAIN * min(soft_l1(alone, NOISE_CEILING), soft_l1(followed, NOISE_CEILING))
-    if soft_l1(_line_misses(_tiled(batches, best), seconds), NOISE_CEILING) > most:
-        return None
-    return _Fitted(partial(_fit_stairs, best), batches, seconds, simple.noise, best)
+    losses = {q: soft_l1(_line_misses(_tiled(batches, q), seconds)) for q in tiles}
+    best = min(losses, key=losses.__getitem__)
+    most = STAIRS_GAIN * min(soft_l1(simple.fitted.misses), soft_l1(simple.misses))
+    return None if losses[best] > most else best
+
+
+def _corners(tile: int, batches: Vector) -> Vector:
+    """The batches at the ends of the tiles within the points."""
+    ends = np.arange(tile, batches[-1] + 1, tile)
+    both = np.concatenate([ends, ends + 1])
+    inside: Vector = both[(both > batches[0]) & (both < batches[-1])]
+    return inside
 
 
 def _tiled(batches: Vector, tile: int) -> Vector:
@@ -250,7 +182,7 @@ def _tiled(batches: Vector, tile: int) -> Vector:
 
 
 def _fit_stairs(tile: int, batches: Vector, seconds: Vector) -> Form:
-    line = refitted("affine", _tiled(batches, tile), seconds)
+    line = fit_line(_tiled(batches, tile), seconds)
     return lambda batch: line(_tiled(batch, tile))
 
 
@@ -262,68 +194,61 @@ def _line_misses(x: Vector, seconds: Vector) -> Vector:
     return np.asarray((hat.sum(axis=1) - 1) / kept)
 
 
-def _blended(fitted: _Fitted, misses: Vector) -> Fit:
-    """The fit whose table is the form blended with the points. misses: at batches left out."""
-    form, batches, seconds = fitted.form, fitted.batches, fitted.seconds
-    blend = Blend.of(form, batches, seconds, fitted.walk)
-    table = blend.knots(np.union1d(fitted.corners, between(batches)) if fitted.shaped else fitted.corners)
+def _blended_fit(curve: Blended, corners: Vector) -> Fit:
+    """The fit whose table is the form blended with the points. corners: of its tiles."""
+    batches, table = curve.fitted.batches, curve.knots(corners)
     at = np.interp(batches, [b for b, _ in table], [s for _, s in table])
-    low, high = trusted_range(batches, np.abs(at / seconds - 1))
-    error = float(np.median(np.abs(misses))) if len(misses) else None
-    last = batches[-1:]
-    slope = float((form(2 * last) - form(last))[0] * blend.ratio(last)[0] / last[0])
+    form, last = curve.fitted.form, batches[-1:]
+    slope = float((form(2 * last) - form(last))[0] * curve.blend.ratio(last)[0] / last[0])
     return Fit(
         kind="table",
         per_sample_seconds=max(0.0, slope),
-        r2=r2_of(seconds, at),
-        leave_one_out_error=error,
-        trusted_min_batch=low,
-        trusted_max_batch=high,
         table=table,
+        **judged(batches, curve.fitted.seconds, at, curve.misses),
     )
 
 
 def _band(
-    fit: Fit, fitted: _Fitted, misses: Vector, points: Sequence[Point]
+    fit: Fit, fitted: Fitted, misses: Vector, sizes: set[int], corners: Vector
 ) -> list[tuple[int, float, float]] | None:
     """The curve at the measured batches and its corners, times and over what 90 % of errors between the
     measured batches stay below: more where its surroundings were missed by more, and no less than the curve
     misses the measured batches by.
 
     misses: at batches left out; those inside tell of gaps twice as wide as the ones between the points.
+    sizes: the batches measured.
     """
     from scipy.stats import t as student_t
 
     if not len(misses):
         return None
-    at = fitted.left_out
+    at = fitted.batches[fitted.left_out]
     inside = slice(1, -1) if len(misses) > 2 else slice(None)
     at, squares = at[inside], np.log1p(misses[inside]) ** 2
     most = GAPS * float(student_t.ppf(WITHIN, max(2, len(squares))))
     curve = np.array([predict_seconds(fit, int(batch)) for batch in fitted.batches])
     left = np.log(fitted.seconds / curve) ** 2
     found = []
-    for batch in sorted({point.batch for point in points}.union(map(int, fitted.corners))):
+    for batch in sorted(sizes.union(map(int, corners))):
         off = math.exp(max(most * _error_near(batch, at, squares), _error_near(batch, fitted.batches, left)))
         seconds = predict_seconds(fit, batch)
         found.append((batch, seconds / off, seconds * off))
-    return _off_grid(found, fit, points) if on_one_grid([p.batch for p in points]) else found
+    return _off_grid(found, fit, sorted(sizes)) if on_one_grid(sizes) else found
 
 
-def on_one_grid(batches: Sequence[int]) -> bool:
+def on_one_grid(batches: Collection[int]) -> bool:
     """Return whether sizes are so many powers of two alone that steps between them are not seen."""
     return len(batches) >= GRID_SIZES and all(batch & (batch - 1) == 0 for batch in batches)
 
 
 def _off_grid(
-    band: list[tuple[int, float, float]], fit: Fit, points: Sequence[Point]
+    band: list[tuple[int, float, float]], fit: Fit, sizes: Sequence[int]
 ) -> list[tuple[int, float, float]]:
     """The band with sizes between those of a grid, where work that comes in steps takes up to as long as at
     the next size, or as little as at the one before.
     """
     at, low, high = (np.array(column, float) for column in zip(*band, strict=True))
     found = {int(b): (lo, hi) for b, lo, hi in band}
-    sizes = sorted({point.batch for point in points})
     for first, last in itertools.pairwise(sizes):
         before, after = predict_seconds(fit, first), predict_seconds(fit, last)
         for batch in (
