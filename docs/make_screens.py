@@ -20,8 +20,8 @@ from pyps.cli.progress import rows
 from pyps.cli.top import screen
 from pyps.formats import Device, ModelInfo, Point, Profile, read_cluster, write_json
 from pyps.profiler.curve import select_fit
+from pyps.report.live import LiveRun
 from pyps.report.page import make_page
-from pyps.report.progress import RunProgress
 from pyps.report.run_data import load_run
 from pyps.report.top import StoreTop, TopStore
 from pyps.run import RunOptions, run
@@ -36,7 +36,7 @@ SECONDS_FIXED, SECONDS_A_SAMPLE = 0.03, 0.002  # of the fast device
 GLOBAL_BATCH, ITERATIONS = 256, 80
 SHOWN_AT = 0.6  # of the samples
 CELLS = 120
-PAGE_WIDTH, PAGE_HEIGHT = 1200, 1300
+PAGE_WIDTH, PAGE_HEIGHT = 1200, 1022
 FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
@@ -49,7 +49,7 @@ class Eye:
         self._folder = folder
         self._watched: StoreTop | None = None
 
-    def progress(self, now: RunProgress) -> None:
+    def progress(self, now: LiveRun) -> None:
         share = now.samples / now.requested
         if self._watched is None and share > SHOWN_AT / 2:
             self._watched = StoreTop(load_run([self._folder]).setup.store, self._folder)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pyps.cli.terminal import terminal
-from pyps.report.progress import RunProgress
+from pyps.report.live import LiveRun
 
 LINE_SECONDS = (5.0, 60.0, 30.0)  # between two lines: in the first minute, how long that is, later
 FLUSH_SECONDS = 0.1
@@ -67,7 +67,7 @@ class Screen:
         self._hold(Text(text))
         self._flush()
 
-    def progress(self, now: RunProgress) -> None:
+    def progress(self, now: LiveRun) -> None:
         """Show how far the run is."""
         if self._area is not None:
             self._flush()
@@ -80,7 +80,7 @@ class Screen:
             self._stalled, self._ended = stalled, ended
             self._print_line(now)
 
-    def _print_line(self, now: RunProgress) -> None:
+    def _print_line(self, now: LiveRun) -> None:
         early, until, late = LINE_SECONDS
         seconds = time.monotonic() - self._began
         self._next_line = time.monotonic() + (early if seconds < until else late)
@@ -145,7 +145,7 @@ def _line(rank: int, text: str) -> Text:
     return Text(f"[{rank}] ") + (Text.from_ansi(text) if "\x1b" in text else Text(text))
 
 
-def rows(now: RunProgress, width: int) -> list[Text]:
+def rows(now: LiveRun, width: int) -> list[Text]:
     """Return what a terminal of `width` cells shows: a bar with how much is done, the figures, and a
     stall.
     """
@@ -167,14 +167,14 @@ def rows(now: RunProgress, width: int) -> list[Text]:
     return found
 
 
-def done(now: RunProgress) -> str:
+def done(now: LiveRun) -> str:
     """How many samples are trained, of how many."""
     if not now.requested:
         return f"{now.samples:,} samples"
     return f"{now.samples:,} of {now.requested:,} samples ({now.samples / now.requested:.0%})"
 
 
-def figures(now: RunProgress) -> list[str]:
+def figures(now: LiveRun) -> list[str]:
     """Return what is known of the last seconds."""
     found = []
     if now.loss is not None:

@@ -16,9 +16,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pyps.cli.progress import clock, done, figures
 from pyps.cli.terminal import Shown, terminal
 from pyps.errors import InputError
-from pyps.report.top import StoreTop, TopRank, TopStore, find_stores
+from pyps.report.live import LiveRank
+from pyps.report.top import StoreTop, TopStore, find_stores
 from pyps.store.stragglers import Straggler
 
 app = typer.Typer(add_completion=False)
@@ -64,7 +66,7 @@ def top_command(
 
 def _show_once(console: Console, stores: Sequence[StoreTop], as_json: bool) -> None:
     found = [store.look() for store in stores]
-    if found and any(store.ranks for store in found):
+    if found and any(store.run.ranks for store in found):
         time.sleep(SECOND_LOOK_SECONDS)
         found = [store.look() for store in stores]
     if as_json:
@@ -103,21 +105,19 @@ def screen(found: Sequence[TopStore], width: int) -> RenderableType:
 
 
 def heading(store: TopStore) -> Text:
-    """Return what is known of the whole store, in a line."""
+    """Return what is known of the whole store: how far it is, its figures, what holds it up or limits it."""
     text = Text(store.name, style="bold", no_wrap=True, overflow="ellipsis")
     if store.error:
         text.no_wrap, text.overflow = False, "fold"
         return text.append(f": {store.error}", style="not bold red")
-    parts = [store.policy, f"version {store.version:,}"]
-    total = f" of {store.requested:,}" if store.requested else ""
-    parts.append(f"{store.samples:,}{total} samples")
-    if store.samples_per_second is not None:
-        parts.append(f"{store.samples_per_second:,.0f} samples/s")
-    if store.loss is not None:
-        parts.append(f"loss {store.loss:.4g}")
+    now = store.run
+    parts = [store.policy, f"version {now.versions:,}", done(now)]
+    if now.eta_seconds is not None and not now.stalled:
+        parts.append(f"{clock(now.eta_seconds)} left")
     if store.turn_rank is not None and store.gap_seconds is not None:
         parts.append(f"turn of rank {store.turn_rank}, gap {store.gap_seconds * 1e3:.1f} ms")
-    return text.append("  " + ", ".join(parts), style="not bold")
+    below = filter(None, [", ".join(figures(now)), now.stalled or now.limit])
+    return text.append("\n".join(["  " + ", ".join(parts), *below]), style="not bold")
 
 
 def table(store: TopStore, width: int) -> Table:
@@ -134,12 +134,12 @@ def table(store: TopStore, width: int) -> Table:
         "stale",
         "step ms",
     ]
-    headings += ["data ms"] if wide and any(r.data_seconds is not None for r in store.ranks) else []
+    headings += ["data ms"] if wide and any(r.phases.get("data") for r in store.run.ranks) else []
     headings += ["idle"] + (["pushed", "pulled", "MB/s"] if wide else [])
     for name in headings:
         view.add_column(name, justify="right", no_wrap=True)
     view.add_column("now", overflow="fold")
-    for rank in store.ranks:
+    for rank in store.run.ranks:
         cells = {**_cells(rank)}
         style = "yellow" if rank.straggler else STYLES.get(rank.doing, "")
         view.add_row(
@@ -148,16 +148,16 @@ def table(store: TopStore, width: int) -> Table:
     return view
 
 
-def _cells(rank: TopRank) -> dict[str, str]:
+def _cells(rank: LiveRank) -> dict[str, str]:
     return {
         "pid": "-" if rank.pid is None else str(rank.pid),
         "batch": f"{rank.batch:,}",
         "steps": f"{rank.steps:,}",
         "samples": f"{rank.samples:,}",
         "behind": "-" if rank.behind is None else f"{rank.behind:,}",
-        "stale": f"{rank.staleness_mean:.1f}",
+        "stale": f"{rank.staleness:.1f}",
         "step ms": "-" if rank.step_seconds is None else f"{rank.step_seconds * 1e3:,.1f}",
-        "data ms": "-" if rank.data_seconds is None else f"{rank.data_seconds * 1e3:,.1f}",
+        "data ms": f"{rank.phases['data'] * 1e3:,.1f}" if rank.phases else "-",
         "idle": "-" if rank.idle_share is None else f"{rank.idle_share:.0%}",
         "pushed": f"{rank.bytes_pushed / 1e6:,.1f}",
         "pulled": f"{rank.bytes_pulled / 1e6:,.1f}",
@@ -165,7 +165,7 @@ def _cells(rank: TopRank) -> dict[str, str]:
     }
 
 
-def _now(rank: TopRank) -> str:
+def _now(rank: LiveRank) -> str:
     """Return what it does, that others wait for it, and what kind of straggler it is."""
     text = rank.reason.removeprefix("is ").removeprefix("has been ")
     if rank.straggler and rank.doing == "computing":

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 WIDTH = 1000.0  # of every SVG's coordinates
 AXIS = 1000.0  # of a line chart's values
 TICKS = 5
-COLOURS = 8  # of series in page.css; further ones repeat
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line: its name, its colour's number, and its points; `step`: it keeps a value until the next one."""
-
-    name: str
-    colour: int
-    xs: Sequence[float]
-    ys: Sequence[float]
-    step: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,35 +28,34 @@ class Bar:
 
 
 def line_chart(
-    series: Sequence[Series],
+    name: str,
+    xs: Sequence[float],
+    ys: Sequence[float],
     unit: str,
     *,
     reference: tuple[str, float] | None = None,
     log: bool = False,
     height: int = 180,
 ) -> str:
-    """Lines over seconds.
+    """A line over seconds, with its name.
 
-    series: at least one point in all. unit: of the values. reference: a value with its name, as a dashed
-    line. log: the axis is logarithmic, where all values are positive. height: CSS pixels.
+    xs, ys: at least one point. unit: of the values. reference: a value with its name, as a dashed line. log:
+    the axis is logarithmic, where all values are positive. height: CSS pixels.
     """
-    shown = [s for s in series if len(s.xs)]
-    axis = _Axis.of([y for s in shown for y in s.ys] + ([reference[1]] if reference else []), log)
-    right = max(x for s in shown for x in s.xs) or 1.0
-    marks = "".join(f'<path class="line s{s.colour % COLOURS}" d="{_path(s, right, axis)}"/>' for s in shown)
-    legend = [(f"s{s.colour % COLOURS}", s.name) for s in shown]
+    axis = _Axis.of([*ys, *([reference[1]] if reference else [])], log)
+    right = max(xs) or 1.0
+    marks = f'<path class="line" d="{_path(xs, ys, right, axis)}"/>'
+    legend = [("line", name)]
     if reference is not None:
-        name, value = reference
+        named, value = reference
         marks = f'<path class="reference" d="M0 {axis.place(value):.1f}H{WIDTH:g}"/>{marks}'
-        legend.append(("reference", f"{name} {number(value)} {unit}"))
-    marks = axis.grid() + marks
-    points = [
-        {"name": s.name, "x": [round(x, 3) for x in s.xs], "y": [_short(y) for y in s.ys]} for s in shown
-    ]
-    data = html.escape(json.dumps({"right": right, "unit": unit, "series": points}))
+        legend.append(("reference", f"{named} {number(value)} {unit}"))
+    points = {"name": name, "x": [round(x, 3) for x in xs], "y": [_short(y) for y in ys]}
+    data = html.escape(json.dumps({"right": right, "unit": unit, **points}))
     return (
         f'{_legend(legend)}<div class="chart" data-plot="{data}"><div class="axis">{axis.labels()}</div>'
-        f'<div class="plot" style="height:{height}px">{_svg(marks, AXIS)}</div>{_seconds(0.0, right)}</div>'
+        f'<div class="plot" style="height:{height}px">{_svg(axis.grid() + marks, AXIS)}</div>'
+        f"{_seconds(0.0, right)}</div>"
     )
 
 
@@ -120,15 +107,9 @@ def _round_step(span: float) -> float:
     return next(power * k for k in (1.0, 2.0, 2.5, 5.0, 10.0) if power * k * TICKS >= span)
 
 
-def _path(series: Series, right: float, axis: _Axis) -> str:
-    found = ""
-    for x, y in zip(series.xs, series.ys, strict=True):
-        at_x, at_y = f"{WIDTH * x / right:.1f}", f"{axis.place(y):.1f}"
-        if not found:
-            found = f"M{at_x} {at_y}"
-        else:
-            found += f"H{at_x}V{at_y}" if series.step else f"L{at_x} {at_y}"
-    return found
+def _path(xs: Sequence[float], ys: Sequence[float], right: float, axis: _Axis) -> str:
+    points = (f"{WIDTH * x / right:.1f} {axis.place(y):.1f}" for x, y in zip(xs, ys, strict=True))
+    return "M" + "L".join(points)
 
 
 def lanes_chart(

@@ -1,4 +1,4 @@
-// Read-outs under the pointer: the value of every line at that time.
+// Read-outs under the pointer: the value of the line at that time.
 for (const chart of document.querySelectorAll("[data-plot]")) {
   const data = JSON.parse(chart.dataset.plot);
   const plot = chart.querySelector(".plot");
@@ -10,12 +10,9 @@ for (const chart of document.querySelectorAll("[data-plot]")) {
     const box = plot.getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     const time = share * data.right;
-    const lines = data.series.map((series) => {
-      let k = series.x.findIndex((x) => x > time);
-      k = k < 0 ? series.x.length - 1 : Math.max(0, k - 1);
-      return `${series.name}  ${series.y[k].toLocaleString()} ${data.unit}`;
-    });
-    readout.textContent = [`${time.toFixed(1)} s`, ...lines].join("\n");
+    const after = data.x.findIndex((x) => x > time);
+    const k = after < 0 ? data.x.length - 1 : Math.max(0, after - 1);
+    readout.textContent = `${time.toFixed(1)} s\n${data.name}  ${data.y[k].toLocaleString()} ${data.unit}`;
     cursor.hidden = readout.hidden = false;
     cursor.style.left = `${100 * share}%`;
     readout.style.left = share < 0.5 ? `calc(${100 * share}% + 8px)` : "auto";

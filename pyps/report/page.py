@@ -9,16 +9,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from pyps.formats.events import RunEvent
-from pyps.report.report import RankReport, absences
+from pyps.report.report import RankReport, absences, rank_time
+from pyps.report.ring import TurnsReport
 from pyps.report.run_data import RunData
 from pyps.report.sections import Section, sections
-from pyps.report.steps import Distribution
+from pyps.report.steps import bottleneck
 
 OUTCOMES = {"finished": "good", "interrupted": "warn", "failed": "bad", "unfinished": "warn"}
 SHOWN_EVENTS = ("died", "left", "restarted", "replanned", "checkpoint", "resumed", "undone", "ended")
 MOST_EVENTS = 200
 MOST_FILES = 200
-LITTLE = 0.1  # of the ranks' time: below, training is limited by compute
 
 
 def make_page(run: RunData, path: str | os.PathLike[str]) -> str:
@@ -59,7 +59,7 @@ def _top(run: RunData, title: str) -> str:
         for name, value in _tiles(run)
     )
     lines = "".join(f"<li>{_text(line)}</li>" for line in findings(run))
-    found = f"<p>{_text(bottleneck(run))}</p>" + (f"<ul>{lines}</ul>" if lines else "")
+    found = f"<p>{_text(limit(run))}</p>" + (f"<ul>{lines}</ul>" if lines else "")
     return (
         f'<header id="summary"><h1>{_text(title)}</h1><p class="about">{_text(about)}</p><p>{outcome}</p>'
         f'<div class="tiles">{tiles}</div></header>'
@@ -139,29 +139,10 @@ def _files(run: RunData, path: Path) -> str:
     return _section(Section("files", "Files", f'<ul class="files">{"".join(items[:MOST_FILES])}</ul>'))
 
 
-# What a run's figures say, in sentences.
-
-
-def bottleneck(run: RunData) -> str:
-    """Where the ranks' time goes apart from compute, and which rank is the slowest."""
-    ranks = [r for r in run.report.ranks if r.steps]
-    if not ranks:
-        return "No rank has finished a step."
-    totals = {kind: sum(_seconds(r, kind) for r in ranks) for kind in ("compute", "data", "transfer", "wait")}
-    whole = sum(totals.values()) or 1.0
-    share = {kind: seconds / whole for kind, seconds in totals.items()}
-    slowest = max(ranks, key=_busy)
-    name = f"rank {slowest.rank} ({slowest.name})"
-    if share["data"] >= LITTLE and share["data"] >= share["transfer"]:
-        rank = max(ranks, key=lambda r: _seconds(r, "data"))
-        most = f"most on rank {rank.rank} ({rank.name})"
-        return f"Loading data takes {share['data']:.0%} of the ranks' time, {most}."
-    if share["transfer"] >= LITTLE:
-        return f"Transfers take {share['transfer']:.0%} of the ranks' time."
-    if share["wait"] >= LITTLE:
-        busy = f"{_busy(slowest) * 1e3:,.1f} ms a step"
-        return f"The ranks wait {share['wait']:.0%} of their time; {name} is the slowest, with {busy}."
-    return f"Compute limits it: {share['compute']:.0%} of the ranks' time."
+def limit(run: RunData) -> str:
+    """Where the ranks' time goes apart from compute."""
+    times = [rank_time(rank) for rank in run.report.ranks if rank.steps]
+    return bottleneck(times) or "No rank has finished a step."
 
 
 def findings(run: RunData) -> Iterator[str]:
@@ -173,17 +154,18 @@ def findings(run: RunData) -> Iterator[str]:
     if s.returned or s.skipped or s.dropped:
         rest = f"{s.skipped:,} skipped, {s.dropped:,} dropped"
         yield f"{s.returned:,} samples were returned and assigned again, {rest}."
+    if report.turns is not None and report.turns.turns:
+        yield turns_kept(report.turns)
     yield from (f"{advice[0].upper()}{advice[1:]}." for advice in report.advice)
     yield from (f"Rebalanced: {why}." for why in report.replans)
 
 
-def _seconds(rank: RankReport, kind: str) -> float:
-    """All of a rank's seconds of one kind."""
-    names = ("push", "pull") if kind == "transfer" else (kind,)
-    found = [getattr(rank, name, None) for name in names]
-    return sum((d.mean * d.count for d in found if isinstance(d, Distribution)), 0.0)
-
-
-def _busy(rank: RankReport) -> float:
-    """Return what a step takes without waits."""
-    return sum(_seconds(rank, kind) for kind in ("compute", "data", "transfer")) / max(1, rank.steps)
+def turns_kept(found: TurnsReport) -> str:
+    """Say whether the ring's order and its gaps were those of the plan."""
+    text = f"{found.turns - found.out_of_order:,} of {found.turns:,} turns followed the plan's order"
+    if found.gap_seconds is None:
+        return f"{text}."
+    took, planned = found.gap_seconds * 1e3, found.planned_gap_seconds * 1e3
+    return (
+        f"{text}; from one to the next it took {took:,.1f} ms (median), where the plan has {planned:,.1f} ms."
+    )

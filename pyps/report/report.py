@@ -29,6 +29,7 @@ from pyps.report.steps import (
     Distribution,
     LossPoint,
     NonNegative,
+    RankTime,
     absent_seconds,
     applied_steps,
     between,
@@ -37,10 +38,13 @@ from pyps.report.steps import (
     is_applied,
     iteration_times,
     loss_points,
+    mean_staleness,
     mode_changes,
     overlapped_seconds,
     pauses,
     phase_seconds,
+    phase_totals,
+    recent_loss,
     short_rounds,
     thinned,
     training_time,
@@ -231,7 +235,7 @@ def make_report(
         iteration_seconds=times,
         predicted_iteration_seconds=predicted,
         measured_over_predicted=measured_over_predicted,
-        idle_share=idle_share(kept),
+        idle_share=idle_share(phase_totals(kept)),
         versions=totals.versions or (applied[-1].version if applied else 0),
         samples=_sample_counts(setup.samples, ranks, totals),
         restarts=sum(e.kind == "restarted" for e in events),
@@ -239,7 +243,7 @@ def make_report(
         error=error,
         replans=[*(e.detail for e in events if e.kind == "replanned"), *mode_changes(by_rank)],
         loss_first=losses[0].loss if losses else None,
-        loss_last=losses[-1].loss if losses else None,
+        loss_last=recent_loss(applied, setup.global_batch),
         loss=thinned(losses),
         short_rounds=None if short is None else len(short),
         short_versions=(short or [])[:MOST_VERSIONS],
@@ -328,14 +332,20 @@ def rank_report(
         pull=pull,
         wait=wait,
         overlapped=distribution(overlapped_seconds(present)),
-        idle_share=idle_share(present),
+        idle_share=idle_share(phase_totals(present)),
         overrun_seconds=sum(r.overrun_seconds for r in mine),
-        staleness_mean=float(np.mean([r.staleness for r in applied])) if applied else 0.0,
+        staleness_mean=mean_staleness(applied),
         staleness_max=max((r.staleness for r in applied), default=0),
         absent_seconds=absent_seconds(present, *training, paused),
         fenced=len(mine) - len(present),
         deaths=[e.detail for e in events if e.rank == rank and e.kind == "died"],
     )
+
+
+def rank_time(rank: RankReport) -> RankTime:
+    """Where the time of a rank's steps went."""
+    kinds = ((phase, getattr(rank, phase)) for phase in PHASES)
+    return RankTime(rank.rank, rank.name, rank.steps, {kind: d.mean * d.count for kind, d in kinds})
 
 
 def absences(report: Report) -> Iterator[str]:

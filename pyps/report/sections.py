@@ -6,7 +6,6 @@ import html
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import median
 
 import numpy as np
@@ -14,21 +13,18 @@ from numpy.typing import NDArray
 
 from pyps.formats.records import SpanKind, StepRecord, split_spans
 from pyps.formats.setup import RankSpec
-from pyps.report.charts import Bar, Series, bars, lanes_chart, line_chart, share_bar, stacked
-from pyps.report.ring import TurnsReport, turns_report
+from pyps.report.charts import Bar, bars, lanes_chart, line_chart, share_bar, stacked
+from pyps.report.report import rank_time
 from pyps.report.run_data import RunData
-from pyps.report.steps import applied_steps, between, pauses, version_times
+from pyps.report.steps import between, pauses, version_times
 
 MOST_LANES = 64
-MOST_LINES = 16
 CLOSE_UP_STEPS = 10.0
 MOST_CLOSE_UP_SPANS = 2500
 POINTS = 240
 KINDS: tuple[SpanKind, ...] = ("compute", "data", "push", "pull", "skip", "wait")
 MOST_PIECES, LEAST_PIECES = 240, 24
 MOST_MARKS = 8000  # pieces of all ranks together, so that the page stays small
-CYCLES = 6.0  # of the ring, that are shown
-TURN_WIDTH = 0.006  # of the shown time: the least width of a mark
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,6 @@ def sections(run: RunData) -> list[Section]:
         ("timeline", "Timeline of each rank", _timeline),
         ("loss", "Loss", _loss),
         ("steps", "Step time against the plan", _steps),
-        ("progress", "Samples against the plan", _progress),
-        ("batches", "Batches", _batches),
-        ("staleness", "Staleness", _staleness),
-        ("turns", "Turns, planned and taken", turns_chart),
     )
     made = [Section(key, title, make(run)) for key, title, make in makers]
     return [section for section in made if section.body]
@@ -80,40 +72,28 @@ def _timeline(run: RunData) -> str:
     pieces = pieces_for(len(ranks))
     whole = [(_lane(r), stacked(shares(mine[r.rank], begin, end, pieces))) for r in ranks]
     parts.append(f"<h3>The whole run</h3>{lanes_chart(whole, 0.0, end - begin, kinds)}")
-    for name, a, b in _windows(run, records, begin, end):
-        lanes = [(_lane(r), bars(window(mine[r.rank], a, b), a, b)) for r in ranks]
-        parts.append(f"<h3>{name}</h3>{lanes_chart(lanes, a - begin, b - begin)}")
+    a, b = _close_up(run, records, begin, end)
+    lanes = [(_lane(r), bars(window(mine[r.rank], a, b), a, b)) for r in ranks]
+    parts.append(f"<h3>A few steps in the middle</h3>{lanes_chart(lanes, a - begin, b - begin)}")
     if len(run.setup.ranks) > MOST_LANES:
         parts.append(f"<p>The first {MOST_LANES} of {len(run.setup.ranks)} ranks.</p>")
     return "".join(parts)
 
 
-def _windows(
-    run: RunData, records: Sequence[StepRecord], begin: float, end: float
-) -> list[tuple[str, float, float]]:
-    """A few steps from the beginning, the middle and the end; one window if the run is short."""
-    times = run.report.iteration_seconds
-    spans = sum(len(r.spans) for r in records)
-    length = CLOSE_UP_STEPS * (times.median if times.count else (end - begin))
-    length = min(length, (end - begin) * MOST_CLOSE_UP_SPANS / max(1, spans), end - begin)
-    if length <= 0.0:
-        return []
-    if length > (end - begin) / 4:
-        return [("From the first step on", begin, begin + length)]
-    middle = (begin + end - length) / 2
-    return [
-        ("The first steps", begin, begin + length),
-        ("In the middle", middle, middle + length),
-        ("The last steps", end - length, end),
-    ]
+def _close_up(run: RunData, records: Sequence[StepRecord], begin: float, end: float) -> tuple[float, float]:
+    """From when to when a few steps are shown; all of a short run."""
+    times, spans = run.report.iteration_seconds, sum(len(r.spans) for r in records)
+    length = CLOSE_UP_STEPS * times.median if times.count and times.median else end - begin
+    length = min(length, (end - begin) * MOST_CLOSE_UP_SPANS / spans, end - begin)
+    middle = (begin + end) / 2
+    return middle - length / 2, middle + length / 2
 
 
 def _shares_table(run: RunData, ranks: Sequence[RankSpec]) -> str:
     """One bar a rank: where its time went, as a share."""
     rows = []
     for report in (r for r in run.report.ranks if r.rank in {rank.rank for rank in ranks}):
-        phases = ("compute", "data", "push", "pull", "wait")
-        seconds = {p: d.mean * d.count for p in phases if (d := getattr(report, p, None)) is not None}
+        seconds = rank_time(report).seconds
         total = sum(seconds.values())
         bar = share_bar([(p, s / total) for p, s in seconds.items()]) if total else ""
         rows.append(
@@ -130,10 +110,9 @@ def _loss(run: RunData) -> str:
     points = run.report.loss
     if not points:
         return ""
-    values = Series("loss", 0, [p.seconds for p in points], [p.loss for p in points])
     positive = min(p.loss for p in points) > 0.0
     wide = positive and max(p.loss for p in points) > 10.0 * min(p.loss for p in points)
-    return line_chart([values], "", log=wide, height=220)
+    return line_chart("loss", [p.seconds for p in points], [p.loss for p in points], "", log=wide, height=220)
 
 
 def _steps(run: RunData) -> str:
@@ -152,22 +131,7 @@ def _steps(run: RunData) -> str:
     xs, ys = _thinned([t for t, _ in found[1:]], [ms for _, ms in found[1:]])
     predicted = run.report.predicted_iteration_seconds
     reference = ("plan", 1e3 * predicted) if predicted else None
-    return line_chart([Series("measured", 0, xs, ys)], "ms", reference=reference)
-
-
-def _progress(run: RunData) -> str:
-    """Samples over time, and what the plan promised."""
-    done = _samples_over_time(run)
-    predicted = run.report.predicted_iteration_seconds
-    if len(done) < 2 or not done[-1][1]:
-        return ""
-    xs, ys = _thinned([t for t, _ in done], [float(n) for _, n in done], last=True)
-    series = [Series("measured", 0, xs, ys)]
-    if predicted:
-        rate, end = run.report.global_batch / predicted, xs[-1]
-        reached = min(end, ys[-1] / rate)
-        series.append(Series("plan", 2, [0.0, reached, end], [0.0, reached * rate, reached * rate]))
-    return line_chart(series, "samples")
+    return line_chart("measured", xs, ys, "ms", reference=reference)
 
 
 def _samples_over_time(run: RunData) -> list[tuple[float, int]]:
@@ -181,46 +145,11 @@ def _samples_over_time(run: RunData) -> list[tuple[float, int]]:
     return found
 
 
-def _batches(run: RunData) -> str:
-    origin = origin_of([r for r in run.records if r.spans])
-    series = []
-    for k, rank in enumerate(run.setup.ranks[:MOST_LINES]):
-        xs: list[float] = []
-        ys: list[float] = []
-        mine = [r for r in run.records if r.rank == rank.rank and r.spans]
-        for r in mine:
-            if not ys or r.batch != ys[-1]:
-                xs.append(max(0.0, r.spans[0][1] - origin))
-                ys.append(float(r.batch))
-        if mine:
-            series.append(
-                Series(_lane(rank), k, [*xs, mine[-1].spans[-1][2] - origin], [*ys, ys[-1]], step=True)
-            )
-    return line_chart(series, "samples", height=160) if series else ""
-
-
-def _staleness(run: RunData) -> str:
-    """Versions between a gradient's parameters and its push."""
-    applied = [r for r in applied_steps(run.records) if r.spans]
-    if not any(r.staleness for r in applied):
-        return "<p>Every gradient was computed on the newest version.</p>" if applied else ""
-    origin = origin_of(applied)
-    series = []
-    for k, rank in enumerate(run.setup.ranks[:MOST_LINES]):
-        mine = sorted((r.spans[-1][2] - origin, r.staleness) for r in applied if r.rank == rank.rank)
-        if mine:
-            xs, ys = _thinned([t for t, _ in mine], [float(s) for _, s in mine])
-            series.append(Series(_lane(rank), k, xs, ys))
-    return line_chart(series, "versions", height=160)
-
-
-def _thinned(
-    xs: Sequence[float], ys: Sequence[float], *, last: bool = False
-) -> tuple[list[float], list[float]]:
-    """At most POINTS points: of equally many that follow one another, the median, or the last."""
+def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most POINTS points, each the median of as many that follow one another."""
     size = -(-len(xs) // POINTS)
     groups = [slice(k, k + size) for k in range(0, len(xs), size)]
-    return [xs[g][-1] for g in groups], [ys[g][-1] if last else float(median(ys[g])) for g in groups]
+    return [xs[g][-1] for g in groups], [float(median(ys[g])) for g in groups]
 
 
 def kinds_in(records: Sequence[StepRecord]) -> list[SpanKind]:
@@ -275,46 +204,3 @@ def _covered(spans: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[
     last = np.maximum(before - 1, 0)
     inside = np.clip(times - spans[last, 0], 0.0, lengths[last])
     return np.where(before > 0, total[last] + inside, 0.0)
-
-
-def turns_chart(run: RunData) -> str:
-    """A lane for each rank in the ring's order: its transfers, and below them when its turns were planned."""
-    schedule = run.setup.turns
-    pushes = [r for r in applied_steps(run.records) if r.spans]
-    names = {r.rank: f"{r.rank} {r.name}" for r in run.setup.ranks}
-    if schedule is None or set(schedule.order) != set(names) or len(pushes) < 2 * len(names):
-        return ""
-    period = sum(schedule.gaps_seconds)
-    first = next((r for r in pushes[len(pushes) // 2 :] if r.rank == schedule.order[0]), pushes[0])
-    begin = _begin(first)
-    end = min(begin + CYCLES * period, max(r.spans[-1][2] for r in pushes))
-    lanes = []
-    for rank, offset in zip(schedule.order, accumulate(schedule.gaps_seconds, initial=0.0), strict=False):
-        mine = [r for r in pushes if r.rank == rank]
-        least = TURN_WIDTH * (end - begin)
-        taken = [Bar("turn", t, max(r.spans[-1][2], t + least), _title(r)) for r in mine for t in [_begin(r)]]
-        times = [begin + offset + k * period for k in range(int(CYCLES) + 1)]
-        planned = [Bar("planned", t, t + least, "planned", overlapped=True) for t in times]
-        lanes.append((names[rank], bars(taken + planned, begin, end)))
-    origin = _begin(pushes[0])
-    summary = _summary(turns_report(schedule, pushes))
-    return summary + lanes_chart(lanes, begin - origin, end - origin, ("planned", "turn"))
-
-
-def _begin(record: StepRecord) -> float:
-    """When the transfer began: of the push, after the wait for the turn."""
-    return next((b for kind, b, _ in reversed(record.spans) if kind == "push"), record.spans[-1][1])
-
-
-def _title(record: StepRecord) -> str:
-    return f"version {record.version}, step {record.step}"
-
-
-def _summary(found: TurnsReport) -> str:
-    text = f"{found.turns - found.out_of_order:,} of {found.turns:,} turns followed the plan's order"
-    planned = f"the plan has {found.planned_gap_seconds * 1e3:,.1f} ms"
-    if found.gap_seconds is None:
-        return f"<p>{text}; {planned} from one turn to the next.</p>"
-    return (
-        f"<p>{text}. From one to the next it took {found.gap_seconds * 1e3:,.1f} ms (median); {planned}.</p>"
-    )

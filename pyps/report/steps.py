@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ ABSENT_STEPS = 3.0  # of a rank's own step time: a longer gap between its steps 
 ABSENT_SECONDS = 0.5  # and no shorter one
 WAITS_FOR_SOME = ("backup", "quorum", "softsync")  # policies whose rounds are not of all ranks
 RESIZES = ("hps",)  # policies that share out each round anew
+LITTLE = 0.1  # of the ranks' time: below, training is limited by compute
 NonNegative = Annotated[int, Meta(ge=0)]
 
 
@@ -84,16 +85,23 @@ def iteration_times(
 
     resumed: when later parts of the run began; an iteration does not last over one of them.
     """
-    passed, total = [], 0
-    latest = 0.0
+    passed = passings((done for _, done in sorted(version_times(records).items())), global_batch)
+    return [b - a for (a, _), (b, _) in pairwise(passed) if not any(a < begin <= b for begin in resumed)]
+
+
+def passings(done: Iterable[tuple[float, int]], global_batch: int) -> list[tuple[float, int]]:
+    """When the samples trained pass each multiple of the global batch, and how many there are by then.
+
+    done: when, and how many more, in the order in which they count.
+    """
+    found, total, latest = [], 0, 0.0
     if not global_batch:  # of ranks that the plan does not have
         return []
-    for _, (done, samples) in sorted(version_times(records).items()):
-        latest = max(latest, done)  # two versions of ASP may be completed out of order
-        count = (total + samples) // global_batch - total // global_batch
-        passed += [latest] * count
-        total += samples
-    return [b - a for a, b in pairwise(passed) if not any(a < begin <= b for begin in resumed)]
+    for moment, samples in done:
+        latest = max(latest, moment)  # two versions of ASP may be completed out of order
+        before, total = total, total + samples
+        found += [(latest, total)] * (total // global_batch - before // global_batch)
+    return found
 
 
 def pauses(records: Sequence[StepRecord], resumed: Sequence[float]) -> list[tuple[float, float]]:
@@ -131,6 +139,21 @@ def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPo
             points.append(LossPoint(max(0.0, latest), total, sum_ / weight))
             sum_, weight = 0.0, 0
     return points
+
+
+def recent_loss(applied: Sequence[StepRecord], global_batch: int) -> float | None:
+    """The mean loss of the last global batch's samples, of those whose loss was recorded."""
+    total = weight = 0.0
+    for record in reversed(applied):
+        if weight and weight >= global_batch:
+            break
+        if record.loss is not None:
+            total, weight = total + record.loss * record.samples, weight + record.samples
+    return total / weight if weight else None
+
+
+def mean_staleness(applied: Sequence[StepRecord]) -> float:
+    return sum(record.staleness for record in applied) / len(applied) if applied else 0.0
 
 
 def thinned(points: Sequence[LossPoint], most: int = CURVE_POINTS) -> list[LossPoint]:
@@ -204,11 +227,15 @@ def distribution(values: Sequence[float]) -> Distribution:
     return Distribution(len(values), float(np.mean(values)), median, lower, upper)
 
 
-def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
+def without_startup_wait(
+    records: Sequence[StepRecord], started: set[tuple[int, int]] | None = None
+) -> list[StepRecord]:
     """The records without each process's wait before its first step, which is start-up and not training; by
     rank, in the order of time. A process may have the pid of an earlier one.
+
+    started: rank and pid of each process with earlier records; those of these are added.
     """
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set() if started is None else started
     kept = []
     for r in sorted(records, key=lambda r: (r.rank, r.spans[0][1] if r.spans else 0.0)):
         is_first = r.step == 1 or (r.rank, r.pid) not in seen
@@ -219,9 +246,53 @@ def without_startup_wait(records: Sequence[StepRecord]) -> list[StepRecord]:
     return kept
 
 
-def idle_share(records: Sequence[StepRecord]) -> float:
-    """The wait's share of the workers' time."""
-    seconds = dict(zip(PHASES, map(sum, phase_seconds(records)), strict=True))
+class RankTime(NamedTuple):
+    """Where the time of a rank's steps went: seconds in all, by kind."""
+
+    rank: int
+    name: str
+    steps: int
+    seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
+
+    @property
+    def transfer(self) -> float:
+        return self.seconds["push"] + self.seconds["pull"]
+
+    @property
+    def busy(self) -> float:
+        """Return what a step takes without waits."""
+        return (self.seconds["compute"] + self.seconds["data"] + self.transfer) / max(1, self.steps)
+
+
+def bottleneck(ranks: Collection[RankTime]) -> str:
+    """Where the ranks' time goes apart from compute, and which rank is the slowest; empty without steps."""
+    if not ranks:
+        return ""
+    whole = sum(sum(r.seconds.values()) for r in ranks) or 1.0
+    share = {kind: sum(r.seconds[kind] for r in ranks) / whole for kind in ("compute", "data", "wait")}
+    transfer = sum(r.transfer for r in ranks) / whole
+    if share["data"] >= LITTLE and share["data"] >= transfer:
+        most = max(ranks, key=lambda r: r.seconds["data"])
+        return f"Loading data takes {share['data']:.0%} of the ranks' time, most on {most}."
+    if transfer >= LITTLE:
+        return f"Transfers take {transfer:.0%} of the ranks' time."
+    if share["wait"] >= LITTLE:
+        slowest = max(ranks, key=lambda r: r.busy)
+        busy = f"{slowest.busy * 1e3:,.1f} ms a step"
+        return f"The ranks wait {share['wait']:.0%} of their time; {slowest} is the slowest, with {busy}."
+    return f"Compute limits it: {share['compute']:.0%} of the ranks' time."
+
+
+def phase_totals(records: Sequence[StepRecord]) -> dict[str, float]:
+    """The seconds of each of PHASES in all steps together."""
+    return dict(zip(PHASES, map(sum, phase_seconds(records)), strict=True))
+
+
+def idle_share(seconds: Mapping[str, float]) -> float:
+    """The wait's share of the time; seconds: by kind, as phase_totals has them."""
     total = sum(seconds.values())
     return seconds["wait"] / total if total else 0.0
 

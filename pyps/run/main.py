@@ -49,7 +49,7 @@ def run(
     script: path of a Python script that calls pyps.join().
     options: how to train; only `samples` has no default.
     on_line: called with (rank, line, is_stderr) for each line that a worker prints.
-    on_progress: called a few times a second with how far the run is (pyps.report.progress).
+    on_progress: called a few times a second with how far the run is (pyps.report.live).
     on_notice: called with a sentence for each worker that is restarted, for each checkpoint that failed, and
         before the start if the plan was made for another mode.
     sinks: for readings while it trains (pyps.metrics), beyond those of `options.metrics`; the caller closes

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from pyps.cli.progress import Screen, clock, duration
-from pyps.report.progress import RunProgress
+from pyps.report.live import LiveRun
 
 pyte = pytest.importorskip("pyte")
 
-NOW = RunProgress(
+NOW = LiveRun(
     samples=12_800,
     requested=25_600,
     versions=50,
@@ -104,7 +104,7 @@ def test_each_change_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stall_has_a_row_of_its_own() -> None:
     terminal = Terminal()
-    stalled = RunProgress(7, 10, 1, 30.0, 1, stalled="no step for 13 s: rank 2 has been computing for 13.2 s")
+    stalled = LiveRun(7, 10, 1, 30.0, 1, stalled="no step for 13 s: rank 2 has been computing for 13.2 s")
     with Screen(quiet_stdout=True, errors=terminal.console) as screen:
         screen.progress(stalled)
         assert terminal.rows()[-1] == "no step for 13 s: rank 2 has been computing for 13.2 s"
@@ -163,7 +163,7 @@ def test_the_end_is_one_line_however_slowly_ranks_end(monkeypatch: pytest.Monkey
     out = io.StringIO()
     with Screen(quiet_stdout=True, errors=Console(file=out, force_terminal=False)) as screen:
         for samples in (3, 5, 6, 6, 6):
-            screen.progress(RunProgress(samples, 6, 1, 30.0, 1))
+            screen.progress(LiveRun(samples, 6, 1, 30.0, 1))
     assert [line.split(" of")[0] for line in out.getvalue().splitlines()] == ["3", "5", "6"]
 
 
@@ -171,7 +171,7 @@ def test_a_stall_is_a_line_at_once() -> None:
     out = io.StringIO()
     with Screen(quiet_stdout=True, errors=Console(file=out, force_terminal=False)) as screen:
         screen.progress(NOW)
-        screen.progress(RunProgress(7, 0, 1, 30.0, 1, stalled="no step for 13 s"))
+        screen.progress(LiveRun(7, 0, 1, 30.0, 1, stalled="no step for 13 s"))
     assert out.getvalue().splitlines()[1:] == ["7 samples, no step for 13 s"]
 
 

@@ -20,14 +20,14 @@ from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import RecordWriter, Span, StepRecord, record_path
 from pyps.formats.setup import SETUP_FILE, RankSpec, RunSetup
-from pyps.report.page import bottleneck, make_page
+from pyps.report.page import limit, make_page
 from pyps.report.report import StoreTotals, make_report
 from pyps.report.run_data import load_run
 
 BATCHES = (7, 3)
 NAMES = ("fast", "slow & <old>")
 MOST_BYTES = 3_000_000
-CHARTS = {"timeline", "loss", "steps", "progress", "batches", "staleness"}
+CHARTS = {"timeline", "loss", "steps"}
 CLOCK = 1000.0  # of this host, when the run begins
 
 
@@ -138,7 +138,7 @@ def test_transfers_during_compute_limit_nothing(tmp_path: Path) -> None:
         kind, begin, end = record.spans[-1]
         spans = [*record.spans[:-1], (kind, begin, end + 0.5)]
         overlapped.append(msgspec.structs.replace(record, depth=2, spans=spans))
-    found = bottleneck(load_run([make_run(tmp_path / "run", overlapped)]))
+    found = limit(load_run([make_run(tmp_path / "run", overlapped)]))
     assert found.startswith("Compute limits it"), found
 
 

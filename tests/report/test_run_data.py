@@ -15,7 +15,7 @@ from pyps.errors import InputError
 from pyps.formats import write_json
 from pyps.formats.events import RunEvent
 from pyps.formats.records import StepRecord
-from pyps.report.page import bottleneck, findings
+from pyps.report.page import findings, limit
 from pyps.report.run_data import HostLog, load_run, offset
 
 
@@ -122,7 +122,7 @@ def test_every_sentence_about_a_killed_resumed_killed_run_is_true() -> None:
         "Rebalanced: rank 1 is away: [5, 3] -> [8, 0].",
         "Rebalanced: all ranks are back: [8, 0] -> [5, 3].",
     ]
-    assert bottleneck(run) == "Compute limits it: 98% of the ranks' time."
+    assert limit(run) == "Compute limits it: 98% of the ranks' time."
     assert (report.resumed_at, report.restarts, report.versions) == ([15], 1, 62)
     assert [(r.steps, r.samples, round(r.absent_seconds, 1)) for r in report.ranks] == [
         (62, 344, 0.0),

@@ -1,15 +1,30 @@
-"""pyps.report.progress and activity: rates, losses and stalls, from records whose answers are known."""
+"""pyps.report.live and activity: rates, losses and stalls, from records whose answers are known.
+
+Every view of a run shows the same figures.
+"""
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import msgspec
+import numpy as np
 import pytest
 from run_tools import make_record, make_setup
+from test_page import CLOCK, make_run, setup_of, steps
 
+from pyps.cli.progress import figures
+from pyps.cli.top import heading
 from pyps.formats.records import StepRecord
 from pyps.native.status import Member, MemberState, PushCounts, Status, WaitKind
 from pyps.native.values import Role
-from pyps.report.progress import RunProgress, Tracker
+from pyps.report.live import LiveRun, Tracker
+from pyps.report.page import limit
+from pyps.report.run_data import load_run
+from pyps.report.steps import PHASES
+from pyps.report.top import StoreTop
+from pyps.store import Store
 from pyps.store.activity import StoreActivity, activities, explain
 
 BATCHES = (7, 3)
@@ -83,7 +98,7 @@ def test_the_rate_of_a_run_that_has_ended_stays() -> None:
 
 
 def test_rate_loss_and_what_is_left() -> None:
-    now: RunProgress = Tracker(SETUP, 0.0).update(rounds(0, 6), None, now=12.0)
+    now: LiveRun = Tracker(SETUP, 0.0).update(rounds(0, 6), None, now=12.0)
     assert (now.samples, now.requested, now.iterations, now.versions) == (60, 200, 6, 6)
     assert now.samples_per_second == pytest.approx(B / 2.0)
     assert now.iteration_seconds == pytest.approx(2.0)
@@ -191,3 +206,45 @@ def test_a_rank_that_joined_again_is_its_newest_member() -> None:
     again = member(0, id=9, claim_count=7, claim_seconds=0.1, step_seconds=1.0)
     found = activities(state(member(0, state=MemberState.DEAD), again, WAITS))
     assert found[0].doing == "computing"
+
+
+def eventful() -> list[StepRecord]:
+    """A run with a step that was skipped, one that was fenced, gradients that were late, and no even pace."""
+    found = []
+    for record in steps(30):
+        late = 0.01 * (record.step % 7)
+        spans = [(k, b + late * (k == "push"), e + late * (k == "push")) for k, b, e in record.spans]
+        key, changes = (record.step, record.rank), {"spans": spans, "staleness": record.step % 3}
+        changes |= {(5, 1): {"skipped": True}, (9, 0): {"rejected": True, "fenced": True}}.get(key, {})
+        found.append(msgspec.structs.replace(record, **changes))
+    return found
+
+
+def test_every_view_of_a_run_shows_the_same_figures(shm: Path, tmp_path: Path) -> None:
+    setup = setup_of(store="viewed", samples=1000, predicted_iteration_seconds=0.1)
+    folder = make_run(tmp_path / "run", eventful(), setup)
+    run = load_run([folder])
+    report = run.report
+    now = Tracker(setup, CLOCK - 1.0).update(run.records, None, CLOCK + 4.0, run.events)
+    with (
+        Store.create("viewed", {"w": np.zeros(10)}, batches=[7, 3]),
+        closing(StoreTop("viewed", folder)) as top,
+    ):
+        shown = top.look()
+    for view in (now, shown.run):
+        assert view.loss == pytest.approx(report.loss_last)
+        assert view.iteration_seconds == pytest.approx(report.iteration_seconds.median)
+        assert view.predicted_seconds == report.predicted_iteration_seconds
+        assert (view.samples, view.versions) == (report.samples.trained, report.versions)
+        assert (view.restarts, view.limit) == (report.restarts, limit(run))
+        for rank, said in zip(view.ranks, report.ranks, strict=True):
+            assert (rank.name, rank.batch, rank.samples, rank.steps) == (
+                said.name,
+                said.batch,
+                said.samples,
+                said.steps,
+            )
+            assert list(rank.phases.values()) == pytest.approx([getattr(said, p).mean for p in PHASES])
+            assert rank.idle_share == pytest.approx(said.idle_share)
+            assert rank.staleness == pytest.approx(said.staleness_mean)
+    assert all(text in heading(shown).plain for text in figures(now) if "samples/s" not in text)
