@@ -7,16 +7,29 @@ from dataclasses import dataclass
 from pyps.native.decisions import Advice
 from pyps.native.transfer import Ask
 
+
+class Event:
+    """Tell a machine what the trainer wants, or what an action came to."""
+
+    __slots__ = ()
+
+
+class Action:
+    """Tell a driver what to do next; it answers with an event."""
+
+    __slots__ = ()
+
+
 # Events: the trainer wants something.
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Event):
     """The next step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Event):
     """A micro-batch of the step was computed, and others follow: `done` of its `count` samples, `before` of
     them earlier; `following` in the next one.
     """
@@ -28,17 +41,17 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Event):
     """The step's gradient is ready to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Event):
     """Nothing may be under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refreshed:
+class Refreshed(Event):
     """The parameters of this version were brought into the model, with nothing under way."""
 
     version: int
@@ -48,7 +61,7 @@ class Refreshed:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(Event):
     """`count` claims were made, of which the first is of the next step, when the store had this version."""
 
     count: int
@@ -56,24 +69,24 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Event):
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Advised:
+class Advised(Event):
     """Tell what the policy says between two micro-batches."""
 
     advice: Advice
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(Event):
     """A transfer is under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Event):
     """The oldest transfer has ended: with parameters of this version (None: none came) and claims of later
     steps, or `fenced`. waited, way, computed: for others, travelling, and of computing its step; in one unit.
     """
@@ -87,44 +100,44 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Event):
     """No transfer has ended that was not taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Event):
     """The newest parameters are in the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoined:
+class Rejoined(Event):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class WasFenced:
+class WasFenced(Event):
     """A call other than a transfer was refused, also one of the trainer's own after a Flush: the samples that
     the worker claimed went to others.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class RanOut:
+class RanOut(Event):
     """The run's samples are used up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(Event):
     """An action raised an error. transfer: it was that of a transfer, which nothing can follow."""
 
     transfer: bool = False
 
 
-# Actions for the driver, which answers each with an event.
+# Actions for the driver.
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimNext:
+class ClaimNext(Action):
     """Claim the next step, waiting until the policy allows it, then up to `ahead` after it: Claimed, RanOut
     or WasFenced.
     """
@@ -133,7 +146,7 @@ class ClaimNext:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(Action):
     """Bring the newest parameters into the model; in the middle of a step, with its local steps taken so far:
     Pulled or WasFenced.
     """
@@ -142,7 +155,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Action):
     """Ask the policy whether to go on with the step: Advised or WasFenced."""
 
     done: int
@@ -150,21 +163,21 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Action):
     """Begin the step's transfer: Sent."""
 
     ask: Ask
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Take(Action):
     """Take the oldest transfer that has ended. waits: until one has; otherwise Pending may be the answer."""
 
     waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Action):
     """Bring the newest parameters that have arrived into the model: Loaded; or Arrived where they came with a
     transfer that was not taken yet. merges: as for Pull.
     """
@@ -173,11 +186,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoin:
+class Rejoin(Action):
     """Join again; claims and their staging buffers are gone: Rejoined."""
 
 
-class Control:
+class Control(Action):
     """An action that gives control back to the trainer."""
 
     __slots__ = ()
@@ -222,24 +235,3 @@ class Return(Control):
 @dataclass(frozen=True, slots=True)
 class End(Control):
     """No step follows."""
-
-
-Event = (
-    Wanted
-    | Partial
-    | Computed
-    | Flush
-    | Refreshed
-    | Claimed
-    | Pulled
-    | Advised
-    | Sent
-    | Arrived
-    | Pending
-    | Loaded
-    | Rejoined
-    | WasFenced
-    | RanOut
-    | Interrupted
-)
-Action = ClaimNext | Pull | Check | Send | Take | Load | Rejoin | Control

@@ -139,11 +139,6 @@ class StepMachine:
         self._part = events.Partial(0, 0, 0, 0)  # the last one
 
     @property
-    def under_way(self) -> int:
-        """Transfers that began and were not taken."""
-        return len(self._under_way)
-
-    @property
     def skips_parts(self) -> bool:
         """Return whether nothing comes of the ends of the present step's micro-batches but the next one."""
         rules = self.rules

@@ -9,8 +9,8 @@ from device import ON_BOTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.errors import InputError, NotFinite
-from pyps.native.values import Codec, Encoding, NonFinite
+from pyps.errors import InputError
+from pyps.native.values import Codec, Encoding
 from pyps.store import codec as reference
 from pyps.worker.device.buckets import encode
 
@@ -24,21 +24,15 @@ def compare(
     residual: np.ndarray | None,
     feedback: bool,
     device: str,
-    nonfinite: NonFinite = "error",
 ) -> None:
     out = np.full(values.size, 7.0, np.float32) if feedback else None
-    data, counted = reference.encode(
-        values, Encoding(kind, nonfinite=nonfinite), scale=scale, residual=residual, residual_out=out
-    )
+    data, _ = reference.encode(values, Encoding(kind), scale=scale, residual=residual, residual_out=out)
     mine = np.zeros_like(out) if out is not None else None
     there = [None if a is None else torch.from_numpy(a).to(device) for a in (values, residual, mine)]
     assert there[0] is not None
-    codes, scales, counts = encode(
-        kind, there[0], scale=scale, residual=there[1], residual_out=there[2], nonfinite=nonfinite
-    )
+    codes, scales = encode(kind, there[0], scale=scale, residual=there[1], residual_out=there[2])
     whole = np.concatenate([codes.cpu().numpy(), scales.cpu().numpy().view(np.uint8)])
     np.testing.assert_array_equal(whole, data)
-    assert counts == counted
     if out is not None:
         assert there[2] is not None
         np.testing.assert_array_equal(there[2].cpu().numpy().view(np.uint32), out.view(np.uint32))
@@ -73,27 +67,27 @@ def test_ties_tiny_and_huge_values(kind: Codec, device: str) -> None:
 
 @pytest.mark.parametrize("device", ON_BOTH)
 @pytest.mark.parametrize("kind", CODECS)
-@pytest.mark.parametrize("nonfinite", ["skip", "zero"])
-def test_what_is_not_finite(kind: Codec, nonfinite: NonFinite, device: str) -> None:
-    draws = np.random.default_rng(3)
-    values = draws.standard_normal(2000).astype(np.float32)
-    values[[5, 700, 701, 1999]] = [np.nan, np.inf, -np.inf, np.nan]
-    values[6] = -0.0
-    residual = draws.standard_normal(2000).astype(np.float32)
-    for kept in (None, residual):
-        compare(kind, values, 1.0, kept, True, device, nonfinite)
-        compare(kind, values, 0.5, kept, True, device, nonfinite)
-    with pytest.raises(NotFinite, match="4 values that are not finite"):
-        encode(kind, torch.from_numpy(values).to(device))
+def test_a_block_that_is_not_finite_has_no_scale(kind: Codec, device: str) -> None:
+    """A store refuses it; all other blocks are as without it."""
+    values = np.random.default_rng(3).standard_normal(2048).astype(np.float32)
+    _, plain = encode(kind, torch.from_numpy(values).to(device))
+    values[[5, 700, 701, 2047]] = [np.nan, np.inf, -np.inf, np.nan]
+    _, scales = encode(kind, torch.from_numpy(values).to(device))
+    block = 2048 // len(scales)
+    bad = sorted({5 // block, 700 // block, 701 // block, 2047 // block})
+    good = [k for k in range(len(scales)) if k not in bad]
+    assert torch.isnan(scales[bad]).all()
+    assert torch.equal(scales[good], plain[good])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.sampled_from(CODECS))
-def test_any_bits_at_all(seed: int, size: int, kind: Codec) -> None:
+def test_any_finite_bits_at_all(seed: int, size: int, kind: Codec) -> None:
     draws = np.random.default_rng(seed)
     values = draws.integers(0, 2**32, size, np.uint32).view(np.float32).copy()
-    compare(kind, values, 1.0, None, True, "cpu", "zero")
-    compare(kind, values, 0.1, np.ones(size, np.float32), True, "cpu", "skip")
+    values[~np.isfinite(values)] = 0.0
+    compare(kind, values, 1.0, None, True, "cpu")
+    compare(kind, values, 0.1, np.ones(size, np.float32), True, "cpu")
 
 
 def test_other_codecs_are_refused() -> None:

@@ -15,8 +15,8 @@ layer with momentum=None, which divides by it, does not begin to average anew in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,23 +127,27 @@ def _is_averaged(buffer: AveragedBuffer, value: torch.Tensor) -> bool:
     return bool(torch.isfinite(value).all())
 
 
-class Averaged(Protocol):
-    """Hold what BufferGroup needs of one: an AveragedBuffer, or a Moment of a worker's optimizer."""
+@dataclass(frozen=True)
+class Moment:
+    """One tensor of the state that a worker's own optimizer has of one parameter; the optimizer may put
+    another there. Workers go all of the way to the mean.
+    """
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    parameter: nn.Parameter
+    key: str
+    pace: BufferPace = field(default=BufferPace(1.0), init=False)
+    module: Any = field(default=None, init=False)
+    counts: bool = field(default=False, init=False)
 
     @property
-    def name(self) -> str: ...
+    def value(self) -> torch.Tensor:
+        found: torch.Tensor = self.optimizer.state[self.parameter][self.key]
+        return found
 
-    @property
-    def module(self) -> Any: ...
 
-    @property
-    def pace(self) -> BufferPace: ...
-
-    @property
-    def value(self) -> torch.Tensor: ...
-
-    @property
-    def counts(self) -> bool: ...
+Averaged = AveragedBuffer | Moment
 
 
 class BufferGroup:

@@ -110,7 +110,7 @@ class Binding:
         self.buffers = BufferBinding(attachment.buffers, self._slices, self.device)
         self._staging: torch.Tensor | None = None
         self._kept: list[torch.Tensor | None] = []
-        self._backward = BackwardCheck()
+        self.backward = BackwardCheck(self._gradients)
 
     def _lives_here(self, p: nn.Parameter) -> bool:
         """Return whether a parameter can be a part of the vector of parameters."""
@@ -242,22 +242,6 @@ class Binding:
         """Commit the residual of a gradient encoded on the device, if that was admitted."""
         if self._buckets is not None:
             self._buckets.commit_residual(admitted)
-
-    def begin_batch(self) -> None:
-        """A batch goes to the script, which computes its gradient."""
-        self._backward.begin(self._gradients())
-
-    def check_backward(self) -> None:
-        """Raise InputError if no backward() ran since `begin_batch`."""
-        self._backward.check(self._gradients())
-
-    def note_backward(self) -> None:
-        """backward() has run."""
-        self._backward.end(self._gradients())
-
-    def check_unchanged(self) -> None:
-        """Raise InputError if a gradient has changed since `note_backward`."""
-        self._backward.check_unchanged(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return self._direct.gradients() + [p.grad for p, _ in self._copied]
@@ -470,7 +454,7 @@ class DeviceCopies:
         with self._lock:
             self._early = False
         if self._rounding is not None:
-            self._rounding.close(_nothing, CLOSE_SECONDS)
+            self._rounding.close(lambda: None, CLOSE_SECONDS)
         self._bus.settle()
         self._bus.close()
 
@@ -519,34 +503,31 @@ class DeviceCopies:
             self._bus.start_to_device(to, values.view(to.shape))
 
 
-def _nothing() -> None:
-    """After the last rounding."""
-
-
 class BackwardCheck:
     """Tell whether backward() ran since the last batch: it makes gradients, or writes to those there."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: Callable[[], Gradients]) -> None:
+        self._gradients = gradients
         self._before: list[tuple[int, int]] = []
         self._after: list[tuple[int, int]] = []
 
-    def end(self, gradients: Gradients) -> None:
+    def end(self) -> None:
         """backward() has run."""
-        self._after = _states(gradients)
+        self._after = _states(self._gradients())
 
-    def check_unchanged(self, gradients: Gradients) -> None:
+    def check_unchanged(self) -> None:
         """Raise InputError if a gradient is another one than backward() has left."""
-        if self._after and self._after != _states(gradients):
+        if self._after and self._after != _states(self._gradients()):
             expected = "attach(clip_norm=), which clips the mean of a round, or a hook of the parameter"
             raise InputError("worker", "step", "gradients changed since worker.backward(loss)", expected)
 
-    def begin(self, gradients: Gradients) -> None:
-        """A batch goes to the script."""
-        self._before, self._after = _states(gradients), []
+    def begin(self) -> None:
+        """A batch goes to the script, which computes its gradient."""
+        self._before, self._after = _states(self._gradients()), []
 
-    def check(self, gradients: Gradients) -> None:
+    def check(self) -> None:
         """Raise InputError if every gradient is absent or as it was."""
-        for g, before in zip(gradients, self._before, strict=True):
+        for g, before in zip(self._gradients(), self._before, strict=True):
             if g is not None and (id(g), g._version) != before:
                 return
         found = "no gradient since the last batch"

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pyps import native
-from pyps.errors import InputError, NotFinite
-from pyps.native.values import Codec, EncodeCounts, NonFinite, Tensor
+from pyps.errors import InputError
+from pyps.native.values import Codec, Tensor
 from pyps.store.codec import Residual, encoded_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.worker.device.bus import Bus
@@ -235,13 +235,8 @@ class GradientBuckets:
         assert self._residuals is not None  # for mypy: since begin()
         run, (old, new) = slice(bucket.first, bucket.end), self._residuals
         residual = None if old is None else old[run]
-        codes, scales, _ = encode(
-            codec,
-            self._flat[run],
-            scale=self._scale,
-            residual=residual,
-            residual_out=new[run],
-            nonfinite="carry",
+        codes, scales = encode(
+            codec, self._flat[run], scale=self._scale, residual=residual, residual_out=new[run]
         )
         form = FORMATS[codec]
         begin = bucket.first * form.bits // 8
@@ -295,7 +290,6 @@ class PinnedMemory:
             self._runtime.cudaHostUnregister(address)
 
 
-Carried = NonFinite | Literal["carry"]
 FORMATS = {Codec.INT8: INT8, Codec.INT4: INT4}
 
 
@@ -306,15 +300,13 @@ def encode(
     scale: float = 1.0,
     residual: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-    nonfinite: Carried = "error",
-) -> tuple[torch.Tensor, torch.Tensor, EncodeCounts]:
-    """scale * values + residual, encoded: (codes, uint8; scales, float32 [blocks]; what was not finite).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale * values + residual, encoded: (codes, uint8; scales, float32 [blocks]).
 
     values, residual, residual_out: float32 [n] on one device; `residual_out`, which must not be `residual`,
-    receives what the code does not carry. A last block that is not full is coded as if zeros followed.
-    `nonfinite`: as in pyps.native.values.Encoding, or "carry": a block with something that is not finite has
-    a NaN for its scale, which a store refuses, and the device is not waited for. Raises NotFinite under the
-    policy "error", InputError for another codec.
+    receives what the code does not carry. A last block that is not full is coded as if zeros followed. A
+    block with something that is not finite has a NaN for its scale, which a store refuses, and the device is
+    not waited for. Raises InputError for another codec.
     """
     if codec not in FORMATS:
         raise InputError("device codec", "codec", codec.name.lower(), "int8 or int4")
@@ -324,43 +316,18 @@ def encode(
     v = v if scale == 1.0 else v * scale
     summed = v if kept is None else v + kept
     maxima = block_maxima(summed)
-    bad = ~torch.isfinite(maxima)
-    counts = EncodeCounts(0, 0)
-    if nonfinite != "carry" and bool(bad.any()):
-        summed, counts = _mended(v, kept, bad, nonfinite)
-        maxima = block_maxima(summed)
-        if nonfinite == "skip":
-            maxima = torch.where(bad, torch.zeros_like(maxima), maxima)
     codes, scales = quantize(summed, maxima, form)
     if residual_out is not None:
         left = summed - codes.add_(0.0) * scales.unsqueeze(1)  # a code is whole: its zero has no sign
         left = torch.where((maxima >= TINY).unsqueeze(1), left, summed)
         residual_out.copy_(left.reshape(-1)[: residual_out.numel()])
-    return pack(codes, form).reshape(-1), scales, counts
+    return pack(codes, form).reshape(-1), scales
 
 
 def _blocks(flat: torch.Tensor, block: int) -> torch.Tensor:
     """[blocks, block], the last one filled up with zeros."""
     missing = -flat.numel() % block
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, block) if missing else flat.view(-1, block)
-
-
-def _mended(
-    v: torch.Tensor, kept: torch.Tensor | None, bad: torch.Tensor, nonfinite: NonFinite
-) -> tuple[torch.Tensor, EncodeCounts]:
-    """Values that are not finite give way to their residual; a skipped block sends its residual only."""
-    summed = v + (torch.zeros_like(v) if kept is None else kept)
-    infinite = ~torch.isfinite(summed)
-    count = int(infinite.sum())
-    if nonfinite == "error":
-        raise NotFinite("encode", f"{count} values that are not finite; the policy is to stop")
-    before = torch.zeros_like(v) if kept is None else kept
-    skipped = bad.unsqueeze(1) if nonfinite == "skip" else torch.zeros_like(infinite)
-    mended = torch.where(infinite | skipped, before, summed)
-    whole = v if kept is None else summed
-    return torch.where(bad.unsqueeze(1), mended, whole), EncodeCounts(
-        count, int(bad.sum()) if nonfinite == "skip" else 0
-    )
 
 
 class GradientPlace:

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +42,7 @@ from pyps.errors import InputError
 from pyps.formats.files import open_plain, temporary_beside
 from pyps.native.values import Flat
 from pyps.worker.device.attach import Attachment
-from pyps.worker.device.averages import BufferPace
+from pyps.worker.device.averages import Moment
 from pyps.worker.local.packing import for_file, from_file
 from pyps.worker.run.settings import Settings
 
@@ -210,24 +210,6 @@ def _pushes_in(folder: Path, rank: int) -> int | None:
         return int(read_manifest(folder).state["ranks"][rank]["total"]["pushes"])
     except (LookupError, TypeError, ValueError):
         return None
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One tensor of an optimizer's state of one parameter; the optimizer may put another there."""
-
-    name: str
-    optimizer: torch.optim.Optimizer
-    parameter: nn.Parameter
-    key: str
-    pace: BufferPace = field(default=BufferPace(1.0), init=False)
-    module: Any = field(default=None, init=False)
-    counts: bool = field(default=False, init=False)
-
-    @property
-    def value(self) -> torch.Tensor:
-        found: torch.Tensor = self.optimizer.state[self.parameter][self.key]
-        return found
 
 
 def with_moments(

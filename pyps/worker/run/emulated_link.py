@@ -183,9 +183,9 @@ class RoundTrips(Generic[T]):
 
     def close(self, last: Callable[[], None], timeout: float) -> None:
         """Run `last` at the store's end after what is under way, and wait so long for it."""
-        for thread, end in ((self._up, _nothing), (self._far_end, last), (self._down, _nothing)):
+        for thread in (self._up, self._far_end, self._down):
             with suppress(TimedOut):
-                thread.close(end, timeout)
+                thread.close(last if thread is self._far_end else lambda: None, timeout)
 
 
 class FarStore(Store):
@@ -258,7 +258,3 @@ class FarStore(Store):
             super().close()
         else:
             self._trips.close(super().close, CLOSE_SECONDS)
-
-
-def _nothing() -> None:
-    """The store's end is the other thread."""

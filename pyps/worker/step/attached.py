@@ -127,33 +127,17 @@ def attached(
     local: the worker's own optimizer, where it takes local steps. report: gets each step that was sent, once
     its outcome is known.
     """
-    needs, budget = store.policy_needs(), None
+    needs = store.policy_needs()
     if store.layout.ranks > 1 and settings.rank == 0 and normalized_by_batch(model):
         warnings.warn(f"{OWN_BATCHES}; {SINGLE}", stacklevel=3)
-    # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
-    # before it knows whether this one was admitted, so that its residual counts.
-    codec = None if settings.depth > 1 else settings.encoding.codec
     check_depth(settings.most_depth, store)
     merges, optimizer = local.merges if local is not None else 0, store.layout.optimizer
     rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
     follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
     if settings.rank == 0 and follows:
         warnings.warn(loss_of_pipeline(optimizer, settings.most_depth), stacklevel=3)
-    binding = Binding(
-        attachment,
-        store,
-        codec,
-        checks_finite=_checks_finite(attachment, store, settings, needs),
-        hooks=local is None,
-        early=local is None and not follows,
-        overlaps=settings.depth > 1,
-        halves=local is None and not follows and not store.has_link and _is_exact(store, settings),
-    )
-    if needs.resizes_batches:
-        vectors = onward_vectors(optimizer, settings.depth) if follows else 0
-        extra = (extra_buffers(settings.most_depth) + vectors + (local is not None)) * binding.flat.nbytes
-        most, device = settings.max_batch, binding.device
-        budget = AnnouncedBudget(store, settings.memory, most, device, extra, announces=local is None)
+    binding = _binding_of(attachment, store, settings, local is not None, follows)
+    budget = _budget_of(binding, store, settings, local is not None, follows)
     client = StoreClient(store, settings.pull_codec, budget=budget)
     whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
     transport = Transport(
@@ -187,6 +171,39 @@ def attached(
         ScriptChanges(stored),
         RuleWatch(needs.lets_ranks_rest and not store.policy_params().backup),
     )
+
+
+def _binding_of(
+    attachment: Attachment, store: Store, settings: Settings, local: bool, follows: bool
+) -> Binding:
+    """Return the model's way to and from staging buffers. local: with local steps. follows: the worker goes
+    on along its own gradients, which it needs as they are.
+    """
+    needs, plain = store.policy_needs(), not local and not follows
+    return Binding(
+        attachment,
+        store,
+        # A pipeline encodes in its background thread. An encoder on the device would begin the next gradient
+        # before it knows whether this one was admitted, so that its residual counts.
+        None if settings.depth > 1 else settings.encoding.codec,
+        checks_finite=_checks_finite(attachment, store, settings, needs),
+        hooks=not local,
+        early=plain,
+        overlaps=settings.depth > 1,
+        halves=plain and not store.has_link and _is_exact(store, settings),
+    )
+
+
+def _budget_of(
+    binding: Binding, store: Store, settings: Settings, local: bool, follows: bool
+) -> AnnouncedBudget | None:
+    """Return how many samples fit, where the policy resizes batches. local, follows: as for `_binding_of`."""
+    if not store.policy_needs().resizes_batches:
+        return None
+    vectors = onward_vectors(store.layout.optimizer, settings.depth) if follows else 0
+    extra = (extra_buffers(settings.most_depth) + vectors + local) * binding.flat.nbytes
+    most, device = settings.max_batch, binding.device
+    return AnnouncedBudget(store, settings.memory, most, device, extra, announces=not local)
 
 
 def _checks_finite(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:

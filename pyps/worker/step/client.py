@@ -44,8 +44,8 @@ class StoreClient:
         self.ahead: deque[Claim] = deque()
         self._last: Claim | None = None  # that this one has
         self._begun = self._ended = 0  # transfers
-        self.after_claim_ahead: Callable[[Claim], None] = _ignore
-        self.idle: Callable[[Callable[[], Claim]], Claim] = _wait
+        self.after_claim_ahead: Callable[[Claim], None] = lambda _: None
+        self.idle: Callable[[Callable[[], Claim]], Claim] = lambda wait: wait()
         self._transfers = Transfers()
 
     def claim(self) -> Claim:
@@ -77,14 +77,10 @@ class StoreClient:
     def claim_ahead(self, count: int) -> list[Claim]:
         """With a step under way, claim up to `count` after it, as far as the policy allows. Raises Fenced."""
         claims: list[Claim] = []
-        while len(claims) < count and (claim := self._claim_one()) is not None:
+        while len(claims) < count and (claim := self.store.start_ahead(self._last)) is not None:
+            self._note(claim)
             claims.append(claim)
         return claims
-
-    def _claim_one(self) -> Claim | None:
-        if (claim := self.store.start_ahead(self._last)) is not None:
-            self._note(claim)
-        return claim
 
     def _note(self, claim: Claim) -> None:
         self.ahead.append(claim)
@@ -175,12 +171,3 @@ class StoreClient:
 def _fenced(_out: Flat, _arrived: ArrivalCallback | None) -> Landed:
     """A transfer whose worker was fenced before its gradient left."""
     return Transferred(fenced=True), []
-
-
-def _wait(wait: Callable[[], Claim]) -> Claim:
-    """No signal ends it."""
-    return wait()
-
-
-def _ignore(_: Claim) -> None:
-    """Without a loader no claim needs to be known early."""

@@ -127,7 +127,7 @@ class BatchFeed:
 
     def close(self) -> None:
         """End the loader. Idempotent."""
-        self._client.after_claim_ahead = _ignore
+        self._client.after_claim_ahead = lambda _: None
         self._loader.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +135,3 @@ class BatchFeed:
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _ignore(_: Claim) -> None:
-    """The loader has ended."""

@@ -387,7 +387,7 @@ class Worker:
             raise InputError("worker", "step", "no batch", "step() once after each batch of batches()")
         attached.changes.check()
         attached.binding.check_kept()
-        attached.binding.check_backward()
+        attached.binding.backward.check()
         loss = attached.weights.end(step, attached.binding, loss, scaler)
         step.done += step.micro
         if attached.local is not None:
@@ -487,7 +487,7 @@ class Worker:
         if attached.local is not None:
             attached.local.resume_steps()
         attached.weights.begin(step, binding)
-        binding.begin_batch()
+        binding.backward.begin()
         attached.changes.note()
 
     def _at_once(self, left: int) -> int:

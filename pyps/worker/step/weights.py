@@ -65,7 +65,7 @@ class Weights:
         finally:
             for handle in handles:
                 handle.remove()
-        binding.note_backward()
+        binding.backward.end()
 
     def end(self, step: Step, binding: Binding, loss: Any, scaler: Any) -> Any:
         """A micro-batch ends; its loss, None where nothing counts. scaler: a GradScaler, whose scale a sum's
@@ -80,7 +80,7 @@ class Weights:
                 raise InputError("worker", "step", found, "worker.backward(loss) for all of them")
             self._by_loss = step.by_loss
         if self._rounds and step.by_loss:
-            binding.check_unchanged()
+            binding.backward.check_unchanged()
         if self._rounds and not step.by_loss and isinstance(loss, torch.Tensor):
             self._check_freed(loss, step.micro)
         step.weight += step.now
