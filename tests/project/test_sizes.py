@@ -31,7 +31,7 @@ MOST = {
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
     "pyps/torch": 7_334,  # shares under trainers and masters: 229; no circles of imports: 24
-    "pyps/worker": 7_646,  # a rank's constants are compared with those of the store: 14 more
+    "pyps/worker": 7_640,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
     "profiler": 2_617,  # the cost of lengths: 71 more
     "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more

@@ -29,10 +29,10 @@ from pyps.formats.records import StepRecord, read_run
 from pyps.native.values import Claim
 from pyps.store import Store
 from pyps.store.policies import Policy
-from pyps.worker.data.loader import Loader, LoaderOptions, RoundForecast, fingerprint_of
+from pyps.worker.data.loader import Loader, LoaderOptions, fingerprint_of
 from pyps.worker.data.samples import make_source
 from pyps.worker.data.sampling import indices
-from pyps.worker.step.feed import Waits
+from pyps.worker.step.feed import RoundForecast, Waits
 from pyps.worker.step.loop import Worker, join
 
 LENGTH, SEED = 60, 5

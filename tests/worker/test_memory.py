@@ -242,7 +242,7 @@ x, model = torch.zeros(10, 1), torch.nn.Linear(1, 1)
 with Worker(settings) as worker:
     worker.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for (batch,) in worker.batches((x,)):
-        most = worker._require().budget._budget.most_
+        most = worker._require().budget.most_
         assert len(batch) <= most
         model(batch).sum().backward()
         worker.step(most)

@@ -133,24 +133,22 @@ class LocalState:
 
     def _put(self, path: Path) -> None:
         state = from_file(path, "the state of an optimizer")
-        known = isinstance(state, dict) and state.keys() - {"parameters"} == {"kind", "state"}
+        known = isinstance(state, dict) and state.keys() == {"kind", "parameters", "state"}
         if not known or state["kind"] != self._kind:
             found = str(state.get("kind")) if isinstance(state, dict) else "something else"
             raise InputError(str(path), "kind", found, f"{self._kind}, as in the script")
-        for theirs, mine in zip_longest(state.get("parameters", self._parameters), self._parameters):
+        for theirs, mine in zip_longest(state["parameters"], self._parameters):
             if theirs != mine:
                 found, expected = (str(one or "no more") for one in (theirs, mine))
                 raise InputError(str(path), "parameters", found, f"{expected}, as in the script's optimizer")
-        kept = state["state"] if len(self._optimizers) > 1 else [state["state"]]
-        for optimizer, values in zip(self._optimizers, kept, strict=True):
+        for optimizer, values in zip(self._optimizers, state["state"], strict=True):
             now: dict[str, Any] = optimizer.state_dict()
             optimizer.load_state_dict({**now, "state": {**now["state"], **values}})
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
         states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
-        kept = {"kind": self._kind, "state": states if len(states) > 1 else states[0]}
-        kept["parameters"] = self._parameters
+        kept = {"kind": self._kind, "parameters": self._parameters, "state": states}
         run_dir, rank = self._settings.run_dir, self._settings.rank
         if run_dir is not None:
             self._write(state_file(run_dir, rank, pushes), *for_file(kept))

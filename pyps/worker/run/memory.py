@@ -59,8 +59,9 @@ class MemoryBudget:
         return self.most_
 
 
-class AnnouncedBudget:
-    """A memory budget of which the store's policy is kept informed, so that it sizes batches by it.
+class AnnouncedBudget(MemoryBudget):
+    """A memory budget of which the store's policy is kept informed, so that it sizes batches by it. `look`
+    does not use the store.
 
     memory, most: as for MemoryBudget. device: where steps are computed. extra_bytes: what this worker holds
     in host memory beyond what was profiled. announces: False: the policy may claim any number of samples,
@@ -80,11 +81,7 @@ class AnnouncedBudget:
         self._extra_bytes = extra_bytes if device.type == "cpu" else 0
         self._peers = 1  # processes that take from the same free memory
         self._announced = -1
-        self._budget = MemoryBudget(memory, most, self._read)
-
-    def look(self) -> int:
-        """The most samples at once that fit now; 0: no limit. Does not use the store."""
-        return self._budget.look()
+        super().__init__(memory, most, self._held)
 
     def announce(self) -> None:
         """Before a claim: give the store the number of samples that fit, if it has changed."""
@@ -101,7 +98,7 @@ class AnnouncedBudget:
         """The number of samples that fit, for the caller to give to the store; None: it has not changed."""
         if not self._store.servers:  # else a look at its members is a call
             self._count_peers()
-        if not self._announces or (most := self._budget.look()) == self._announced:
+        if not self._announces or (most := self.look()) == self._announced:
             return None
         self._announced = most
         return most
@@ -110,5 +107,5 @@ class AnnouncedBudget:
         """Forget it: what was announced may not have arrived."""
         self._announced = -1
 
-    def _read(self) -> int:
+    def _held(self) -> int:
         return budget_bytes(self._device, self._peers) - self._extra_bytes

@@ -37,7 +37,7 @@ from pyps.step.machine import even_steps, next_part
 from pyps.store.policies import DEFAULT_POLICY, Policy, register_policy
 from pyps.store.store import Store
 from pyps.worker.data.epochs import Epochs, OnEpoch
-from pyps.worker.data.loader import LoaderOptions, RoundForecast
+from pyps.worker.data.loader import LoaderOptions
 from pyps.worker.data.samples import Collate, make_source, warn_of_a_stream_anew
 from pyps.worker.device.attach import (
     Attachment,
@@ -70,7 +70,7 @@ from pyps.worker.run.position import (
 )
 from pyps.worker.run.settings import Settings, check_agreed
 from pyps.worker.step.attached import Attached, DivergenceCheck, attached, shorten_tracebacks
-from pyps.worker.step.feed import BatchFeed
+from pyps.worker.step.feed import BatchFeed, RoundForecast
 from pyps.worker.step.step import Step, number_of
 from pyps.worker.step.transport import Transport
 
