@@ -60,8 +60,7 @@ class MemoryBudget:
 
 
 class AnnouncedBudget(MemoryBudget):
-    """A memory budget of which the store's policy is kept informed, so that it sizes batches by it. `look`
-    does not use the store.
+    """A memory budget of which the store's policy is told, so that it sizes batches by it.
 
     memory, most: as for MemoryBudget. device: where steps are computed. extra_bytes: what this worker holds
     in host memory beyond what was profiled. announces: False: the policy may claim any number of samples,
