@@ -63,7 +63,6 @@ from pyps.remote.wire import (
 HANDSHAKE_SECONDS = 5.0
 SEAL_BYTES = 256  # at least what encryption adds to a frame
 UNSENT_MESSAGES = 32  # to one connection
-LET_IN_PART = 8  # of one key's connections so many may come between two looks
 BATCH = 64  # messages received between two looks at the rest
 LOOK_SECONDS = 0.05
 TRIM_SECONDS = 30.0  # what a burst has left goes so soon; the pages of a gradient are new as seldom
@@ -225,8 +224,7 @@ class Server:
         router.handshake_ivl = int(1000 * HANDSHAKE_SECONDS)
         if keys is not None:
             self._keys = KeyFolder.open(keys)
-            at_once = self._site.bounds.connections.share // LET_IN_PART
-            self._admission = Admission(self._context, self._keys, at_once)
+            self._admission = Admission(self._context, self._keys, self._site.bounds.connections)
             router.curve_server = True
             pair = self._keys.keys
             router.curve_publickey, router.curve_secretkey = pair.public.encode(), pair.secret.encode()

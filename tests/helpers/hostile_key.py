@@ -128,12 +128,10 @@ class SlowRelay:
         self._listener.close()
 
 
-def connection(
-    context: zmq.Context[Any], own: ClientKeys, endpoint: str, again_ms: int = -1
-) -> zmq.Socket[bytes]:
-    """A connection of a key, which comes again so long after it was cut; below 0: never."""
+def connection(context: zmq.Context[Any], own: ClientKeys, endpoint: str) -> zmq.Socket[bytes]:
+    """A connection of a key, which does not come again once it is cut."""
     one: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    one.linger, one.reconnect_ivl, one.curve_serverkey = 0, again_ms, own.server.encode()
+    one.linger, one.reconnect_ivl, one.curve_serverkey = 0, -1, own.server.encode()
     one.curve_publickey, one.curve_secretkey = own.public.encode(), own.secret.encode()
     one.connect(endpoint)
     return one
