@@ -19,7 +19,7 @@ MOST = {
     "pyps/formats": 2_466,  # the cost of lengths: 56 more
     "pyps/metrics": 278,
     "pyps/native": 2_221,  # workers without the core: 38 more, 23 in other rooms; a whole transfer: 38
-    "pyps/remote": 4_262,  # a flood of connections does not hold the loop up: 7; few of a key at once: 54
+    "pyps/remote": 4_278,  # a flood of connections does not hold the loop up: 7; few of a key at once: 64
     "pyps/report": 2_497,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
     "pyps/run": 2_369,
     # blocks that are found, and optimizers that were made before: 59 more; master weights: 43

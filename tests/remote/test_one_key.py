@@ -93,7 +93,7 @@ def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: 
 def test_few_connections_of_one_key_come_in_between_two_counts(
     server: Server, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libzmq would take all of them, with their messages. Another key comes in; the rest wait, none is cut."""
+    """libzmq would take all of them, with their messages. Another key comes in; the rest wait, uncut."""
     few, own = server._connections._bound.share // LET_IN_PART, read_client_keys(keys / "hostile.key")
     endpoint = parse_address(at(server, keys, "hostile")).endpoint
     with ExitStack() as stack:
