@@ -33,8 +33,6 @@ from pyps.errors import needed
 from pyps.profiler.fit import Fitted, Form, Vector, soft_l1
 from pyps.profiler.statistics import SIGMA_PER_MAD
 
-Knots = list[tuple[int, float]]  # batch, seconds
-
 HEDGE = 0.15  # of a gain below the smallest measured batch, the part that is counted on
 BETWEEN = 3  # knots between two measured batches, where the curve is no straight line there
 BELOW = 5  # knots below the first measured batch
@@ -129,7 +127,7 @@ class Blended:
         whole = Blend.of(fitted.form, fitted.batches, fitted.seconds, walk)
         return Blended(fitted, whole, shaped, of_form if shaped else of_lines)
 
-    def knots(self, corners: Vector) -> Knots:
+    def knots(self, corners: Vector) -> list[tuple[int, float]]:
         """A nondecreasing polygon from batch 1 to the last measured one, through these batches too."""
         form, measured = self.fitted.form, self.fitted.batches
         inside = _between(measured) if self.shaped else measured

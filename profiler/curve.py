@@ -64,6 +64,7 @@ WITHIN = 0.95  # one side of 90 %
 # Of errors at batches left out, those between the points, whose gaps are half as wide; and how much an error
 # says of its own surroundings, the rest being said of the whole curve. Chosen by 90 % coverage on eight
 # families of curves that benchmarks/outside/ has not.
+# (How much larger errors are where two batches are left out does not tell the curves whose bands are wide.)
 GAPS, LOCAL = 0.76, 0.7
 
 

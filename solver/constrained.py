@@ -29,7 +29,7 @@ import numpy as np
 from pyps.formats import EvenSplit, Plan
 from pyps.formats.mode import ROUND, Pace, PaceKind
 from pyps.solver.costs import Floats, Ints
-from pyps.solver.exact.minmax import Bools, Problem, times
+from pyps.solver.exact.minmax import Bools, Problem, at_index, solve, times
 from pyps.solver.motion import Trip, iteration_in_motion
 from pyps.solver.sync import Sync
 
@@ -155,15 +155,13 @@ class ConstrainedSolution:
 def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolution:
     """The seconds of given batches, by the definitions above."""
     used = batches > 0
-    costs, shared = constrained.problem.costs, np.zeros(len(batches))
+    costs, shared = constrained.problem.costs, _waits(constrained, used)
     least, busy = 0.0, []
     for resource in constrained.resources:
         mine = used & resource.workers
         if resource.overlaps:
             busy.append(np.where(mine, resource.transfer_seconds, 0.0))
             least = max(least, float(busy[-1].sum()))
-        else:
-            shared[mine] += resource.transfer_seconds[mine].sum()
         if resource.samples_per_second is not None:
             least = max(least, int(batches[mine].sum()) / resource.samples_per_second)
     sync = constrained.sync.seconds(batches)
@@ -175,6 +173,29 @@ def evaluate(constrained: ConstrainedProblem, batches: Ints) -> ConstrainedSolut
     exposed = constrained.sync.exposed(longest, sync)
     seconds = iteration(constrained.pace, batches, steps, longest, busy) + exposed
     return ConstrainedSolution(batches, computing, links, steps, exposed, longest + exposed, seconds)
+
+
+def _waits(constrained: ConstrainedProblem, used: Bools) -> Floats:
+    """The seconds that each used worker waits for the transfers of all on shared links where they meet."""
+    found = np.zeros(len(used))
+    for resource in constrained.resources:
+        if not resource.overlaps:
+            mine = used & resource.workers
+            found[mine] += resource.transfer_seconds[mine].sum()
+    return found
+
+
+def split_among(constrained: ConstrainedProblem, workers: Ints) -> Ints:
+    """The batches of the fastest split with all of these workers, and no others. Raises Infeasible."""
+    batches = np.zeros(len(constrained.problem.costs), np.int64)
+    mine = replace(at_index(constrained.problem, workers), required=np.ones(len(workers), bool))
+    used = np.zeros(len(batches), bool)
+    used[workers] = True
+    if (waits := _waits(constrained, used)).any():
+        own = 0.0 if mine.costs.transfer is None else mine.costs.transfer
+        mine = replace(mine, costs=replace(mine.costs, transfer=own + waits[workers]))
+    batches[workers] = solve(mine).batches
+    return batches
 
 
 def allowed(constrained: ConstrainedProblem, batches: Ints) -> bool:

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyps.formats import MAX_BATCH, Fit
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Index = npt.NDArray[Any]
@@ -81,6 +83,18 @@ class Table:
 
 
 Cost = Line | Table
+
+
+def cost_of(fit: Fit, factor: float = 1.0) -> Cost:
+    """The cost model of a fit, with every time multiplied by `factor`."""
+    if fit.kind in ("convex", "table"):
+        knots = list(fit.table or ())
+        last, longest = knots[-1]
+        if last < MAX_BATCH:
+            knots.append((MAX_BATCH, longest + fit.end_slope * (MAX_BATCH - last)))
+        return Table(tuple((batch, factor * seconds) for batch, seconds in knots))
+    floor = fit.floor_seconds if fit.kind == "knee" else 0.0
+    return Line(factor * fit.fixed_seconds, factor * fit.per_sample_seconds, factor * floor)
 
 
 @dataclass(frozen=True)

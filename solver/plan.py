@@ -41,6 +41,7 @@ from pyps.solver.constrained import (
     even_units,
     observed,
 )
+from pyps.solver.costs import cost_of
 from pyps.solver.exact.minmax import Problem, at_index, most_by, rounded, solve, times
 from pyps.solver.exact.throughput import Throughput, most_throughput, rates_of
 from pyps.solver.jobs.job import assumptions, best_for_job, job_estimate
@@ -57,15 +58,7 @@ from pyps.solver.problem import (
     solve_within_limits,
     with_noise,
 )
-from pyps.solver.ranks import (
-    PlannedRank,
-    cost_of,
-    links_of,
-    max_batch_of,
-    needs,
-    planned_ranks,
-    unit_of,
-)
+from pyps.solver.ranks import PlannedRank, links_of, max_batch_of, needs, planned_ranks, unit_of
 from pyps.solver.report.warnings import (
     cut_short,
     doubtful_links,

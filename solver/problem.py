@@ -16,7 +16,7 @@ from pyps.errors import Infeasible
 from pyps.formats import Cluster, NoiseForecast, Plan
 from pyps.formats.mode import ROUND, Mode, Pace
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, even_units, observed
-from pyps.solver.costs import Floats, Ints
+from pyps.solver.costs import Floats, Ints, cost_of
 from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.minmax import Problem
 from pyps.solver.exact.throughput import most_throughput
@@ -24,7 +24,7 @@ from pyps.solver.goal import fastest_goal, within_price
 from pyps.solver.jobs.pareto import PRICE, within_budget
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.noise import Noise, forecast, iteration_quantile, levels, noise_of, too_few
-from pyps.solver.ranks import PlannedRank, constrained_problem_of, cost_of, needs
+from pyps.solver.ranks import PlannedRank, constrained_problem_of, needs
 from pyps.solver.report.warnings import Remark, in_lines
 
 QUANTILE_ROUNDS = 4

@@ -25,7 +25,7 @@ from pyps.profiler.curve import check_whole, fit_of
 from pyps.profiler.multiples import at_multiple, kept_multiple
 from pyps.solver.accumulate import accumulated
 from pyps.solver.constrained import ConstrainedProblem, Limit, Resource
-from pyps.solver.costs import Cost, Costs, Floats, Line, Table
+from pyps.solver.costs import Cost, Costs, Floats, cost_of
 from pyps.solver.exact.minmax import Bools, Problem
 from pyps.solver.exact.parts import InParts, at_once_within
 from pyps.solver.lengths import SampleLengths
@@ -205,18 +205,6 @@ def _fit_of(group: WorkerGroup, profile: Profile) -> Fit:
     if profile.fit is None:
         raise InputError(group.profile, "fit", "nothing", "a fitted cost model")
     return profile.fit
-
-
-def cost_of(fit: Fit, factor: float = 1.0) -> Cost:
-    """The cost model of a fit, with every time multiplied by `factor`."""
-    if fit.kind in ("convex", "table"):
-        knots = list(fit.table or ())
-        last, longest = knots[-1]
-        if last < MAX_BATCH:
-            knots.append((MAX_BATCH, longest + fit.end_slope * (MAX_BATCH - last)))
-        return Table(tuple((batch, factor * seconds) for batch, seconds in knots))
-    floor = fit.floor_seconds if fit.kind == "knee" else 0.0
-    return Line(factor * fit.fixed_seconds, factor * fit.per_sample_seconds, factor * floor)
 
 
 def max_batch_of(group: WorkerGroup, profile: Profile) -> int:

@@ -23,7 +23,7 @@ from pyps.profiler import select_fit
 from pyps.profiler.blend import monotone_polygon
 from pyps.profiler.multiples import at_multiple, shown_multiple
 from pyps.solver import Cost, Costs, Line, Problem, Table, solve
-from pyps.solver.ranks import cost_of
+from pyps.solver.costs import cost_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 

@@ -13,8 +13,8 @@ from pyps.formats import MAX_BATCH
 from pyps.gain.notes import BLOCK, Note
 from pyps.gain.ranks import LocalDevice, Script, alone, together
 from pyps.profiler.fit import fit_points, memory_model
+from pyps.solver.costs import cost_of
 from pyps.solver.online.decide import best_split, round_seconds
-from pyps.solver.ranks import cost_of
 
 WARM = 3  # batches of a run that do not count
 AGREEMENT = 1.35  # factor between what was predicted and measured: beyond it something else was

@@ -70,23 +70,15 @@ def simulate(
 
     Raises InputError, and Deadlock where the workers would wait for ever.
     """
+    chosen = _policy_of(scenario, policy) if isinstance(policy, str) else policy
+    _check_objective(scenario, chosen, objective, target_loss, local)
     for name, value, least in (("iterations", iterations, 1), ("measure_every", measure_every, 0)):
         if value < least:
             raise InputError("simulate", name, str(value), f"at least {least}")
-    if target_loss is not None and objective is None:
-        raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
-    chosen = _policy_of(scenario, policy) if isinstance(policy, str) else policy
-    if objective is None and (why := unmet(chosen.needs, TIMES_ALONE)):
-        expected = "one that looks at times alone, or an objective (--learn)"
-        raise InputError("simulate", "policy", f"{chosen}, which {why}", expected)
     depths = _depths(scenario, depth)
     if max(depths) > 1:
         check_pipeline(chosen)
     hyper = lr if isinstance(lr, Hyper) else Hyper(lr)
-    if objective is not None and scenario.local != (local is not None):
-        found = "nothing" if local is None else "an optimizer"
-        expected = "one in a scenario of local steps, nothing in others"
-        raise InputError("simulate", "local", found, expected)
     model = Model(objective, Optimizer.of(optimizer), hyper, local)
     samples = iterations * scenario.global_batch
     choices = _choices(scenario, chosen, depths) if rebalance and codec == FROM_PLAN else None
@@ -99,6 +91,26 @@ def simulate(
     balancing = Rebalancing(engine) if rebalance else None
     engine.work(seconds)
     return _result(engine, chosen, seed, balancing.replans() if balancing is not None else None)
+
+
+def _check_objective(
+    scenario: Scenario,
+    policy: Policy,
+    objective: Objective | None,
+    target_loss: float | None,
+    local: LocalOptimizer | None,
+) -> None:
+    """Raise InputError where an objective is missing, or the workers' optimizer does not go with it."""
+    if objective is None:
+        if target_loss is not None:
+            raise InputError("simulate", "target_loss", str(target_loss), "an objective to go with it")
+        if why := unmet(policy.needs, TIMES_ALONE):
+            expected = "one that looks at times alone, or an objective (--learn)"
+            raise InputError("simulate", "policy", f"{policy}, which {why}", expected)
+    elif scenario.local != (local is not None):
+        found = "nothing" if local is None else "an optimizer"
+        expected = "one in a scenario of local steps, nothing in others"
+        raise InputError("simulate", "local", found, expected)
 
 
 def _policy_of(scenario: Scenario, text: str) -> Policy:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import (
     MAX_BATCH,
     Cluster,
-    Fit,
     Jitter,
     Mode,
     Plan,
@@ -34,13 +34,7 @@ from pyps.solver.constrained import even_batches
 from pyps.solver.costs import Costs
 from pyps.solver.exact.minmax import Problem, solve
 from pyps.solver.jobs.differences import differences
-from pyps.solver.links import (
-    WIRE_BYTES,
-    LinkSlowdown,
-    LinkSpec,
-    link_slowdowns,
-    shared_links,
-)
+from pyps.solver.links import WIRE_BYTES, LinkSlowdown, LinkSpec, link_slowdowns, shared_links
 from pyps.solver.mode import bits_of, stated_policy
 from pyps.solver.plan import make_plan
 from pyps.solver.ranks import PlannedRank
@@ -125,11 +119,8 @@ class Scenario:
             if w.host and w.host not in self.hosts:
                 raise InputError("scenario", f"{w.name}.host", repr(w.host), f"one of {sorted(self.hosts)}")
         if self.schedule is not None and len(self.schedule.order) != len(self.workers):
-            found, expected = (
-                f"{len(self.schedule.order)} turns",
-                f"one for each of {len(self.workers)} workers",
-            )
-            raise InputError("scenario", "schedule", found, expected)
+            found = f"{len(self.schedule.order)} turns"
+            raise InputError("scenario", "schedule", found, f"one for each of {len(self.workers)} workers")
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -310,7 +301,7 @@ def _plan(source: StrPath, cluster: Cluster, profiles: dict[str, Profile], path:
 def _workers(cluster: Cluster, group: WorkerGroup, profile: Profile) -> dict[str, SimWorker]:
     simulation = cluster.simulation
     fit = fit_at(profile, group.batch_multiple)
-    cost, rank = fitted_cost(fit), PlannedRank(group.name, group, profile, fit)
+    cost, rank = partial(predict_seconds, fit), PlannedRank(group.name, group, profile, fit)
     bandwidth, latency = (group.bandwidth, group.latency) if cluster.sync else (rank.bandwidth, rank.latency)
     host_of = {n: h.name for h in simulation.host for name in h.workers for n in cluster.named(name)}
     found = {}
@@ -416,8 +407,3 @@ class DeviceModel:
             factors *= 1.0 + j.half_normal * np.abs(self._draw.standard_normal(DRAWS))
         drawn: list[float] = factors.tolist()
         return drawn
-
-
-def fitted_cost(fit: Fit) -> Callable[[int], float]:
-    """The cost model of a profile: seconds as a function of the batch."""
-    return lambda batch: predict_seconds(fit, batch)

@@ -176,9 +176,8 @@ def ranked_ways(cluster: Cluster, profiles: Sequence[Profile], pilot: int = PILO
     rings = [*RINGS, *(BY_MEMORY if all(profile.memory for profile in profiles) else ())]
     for way in (*(rings if linked else ()), *STORES):
         try:
-            pace, workers = (
-                _ring(cluster, profiles, way) if way.kind == "ring" else _store(cluster, profiles, way)
-            )
+            paced = _ring if way.kind == "ring" else _store
+            pace, workers = paced(cluster, profiles, way)
         except PypsError as error:
             left_out[way.name] = str(error)
             continue

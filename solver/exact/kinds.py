@@ -20,10 +20,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import PypsError
-from pyps.solver.constrained import WITHIN, ConstrainedProblem, ConstrainedSolution, allowed, evaluate
+from pyps.solver.constrained import (
+    WITHIN,
+    ConstrainedProblem,
+    ConstrainedSolution,
+    allowed,
+    evaluate,
+    split_among,
+)
 from pyps.solver.costs import Floats
 from pyps.solver.exact.cardinality import meets
-from pyps.solver.exact.minmax import at_index, most_by, rounded, solve, within_total
+from pyps.solver.exact.minmax import at_index, most_by, rounded, within_total
 from pyps.solver.exact.subset import solve_subset
 from pyps.solver.exact.subset_sum import Progression
 
@@ -331,20 +338,7 @@ class _Search:
         """Make the best split over these levels' workers the winner, if it is better."""
         counts = self._counts(levels)
         workers = np.concatenate([k[:n] for k, n in zip(self.kinds, counts, strict=True)])
-        problem = self.constrained.problem
-        mine = replace(at_index(problem, workers), required=np.ones(len(workers), bool))
-        if self.waits:
-            behind = np.zeros(len(problem.costs))
-            for one in self.constrained.resources:
-                if not one.overlaps:
-                    behind[one.workers] += one.transfer_seconds[
-                        np.intersect1d(workers, np.flatnonzero(one.workers))
-                    ].sum()
-            own = 0.0 if mine.costs.transfer is None else mine.costs.transfer
-            mine = replace(mine, costs=replace(mine.costs, transfer=own + behind[workers]))
-        batches = np.zeros(len(problem.costs), np.int64)
-        batches[workers] = solve(mine).batches
-        found = evaluate(self.constrained, batches)
+        found = evaluate(self.constrained, split_among(self.constrained, workers))
         if self.goal is not None:
             less = _sum(self.goal.need, counts) * (1 - max(self.step, ROUNDING))
             self.goal.at_most = math.nextafter(less, -math.inf)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from pyps.formats import Cluster, Plan, Profile
 from pyps.profiler.multiples import fit_at
+from pyps.solver.costs import cost_of
 from pyps.solver.mode import stated_policy
-from pyps.solver.ranks import cost_of, max_batch_of
+from pyps.solver.ranks import max_batch_of
 
 SAME_COST = 0.02  # relative: of a step's seconds that are called the same
 RUN_KEYS = "round_timeout", "local_steps"

@@ -28,6 +28,7 @@ from pyps.solver.goal import SetObjective
 from pyps.solver.jobs.pareto import PRICE
 from pyps.solver.jobs.sets import BestSet, best_set
 from pyps.solver.jobs.spot import HOUR, Delays, Presence, lost_to_preemptions, presence_of
+from pyps.solver.local_steps import round_samples
 from pyps.solver.ranks import PlannedRank, needs
 from pyps.solver.report.warnings import few_of
 from pyps.solver.systems.goodput import efficiency_of
@@ -54,7 +55,7 @@ def job_estimate(
     """Estimate what `samples` take with a solution; with [goodput], those of batches of base_batch."""
     used, job = solution.batches > 0, cluster.job
     rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
-    work = solution.iteration_seconds * samples / _useful_each(cluster, samples, solution)
+    work = solution.iteration_seconds * samples / _useful_each(cluster)
     delays, (_, every) = Delays.of(work, rates, away, cluster.spot), lost_to_preemptions(rates, cluster.spot)
     seconds = float(delays.expected)
     paid = _paid(cluster, ranks)
@@ -69,10 +70,10 @@ def job_estimate(
     )
 
 
-def _useful_each(cluster: Cluster, samples: float, solution: ConstrainedSolution) -> float:
+def _useful_each(cluster: Cluster) -> float:
     """Return what an iteration counts of a job's target."""
     if cluster.goodput is None:
-        return float(solution.batches.sum())
+        return float(round_samples(cluster))
     a_step = 1 / (cluster.run.local_steps or 1)
     return efficiency_of(cluster.goodput).estimate(cluster.job.global_batch, a_step).goodput
 
@@ -147,11 +148,7 @@ def _value_of(cluster: Cluster) -> Callable[..., Any]:
     """The price of a job by its deadline, or its seconds within its budget."""
     job, spot = cluster.job, cluster.spot
     assert job.target is not None
-    each = float(cluster.job.global_batch * (cluster.run.local_steps or 1))
-    if cluster.goodput is not None:
-        a_step = 1 / (cluster.run.local_steps or 1)
-        each = efficiency_of(cluster.goodput).estimate(job.global_batch, a_step).goodput
-    iterations = job.target / each
+    iterations = job.target / _useful_each(cluster)
 
     def value(seconds: Any, hourly: Any, rate: Any, away: Any) -> Any:
         delays = Delays.of(np.asarray(seconds) * iterations, rate, away, spot)
@@ -219,11 +216,7 @@ def _changes(
         if job.confidence is not None:
             used = found.solution.batches > 0
             rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
-            work = (
-                found.solution.iteration_seconds
-                * job.target
-                / _useful_each(cluster, job.target, found.solution)
-            )
+            work = found.solution.iteration_seconds * job.target / _useful_each(cluster)
             seconds = float(Delays.of(work, rates, away, cluster.spot).by(job.confidence))
         return _up(seconds / HOUR), _up(estimate.price or 0.0)
 

@@ -22,7 +22,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyps.errors import Infeasible
-from pyps.solver.constrained import WITHIN, ConstrainedProblem, ConstrainedSolution, Limit, evaluate, observed
+from pyps.solver.constrained import (
+    WITHIN,
+    ConstrainedProblem,
+    ConstrainedSolution,
+    Limit,
+    evaluate,
+    observed,
+    split_among,
+)
 from pyps.solver.costs import Floats, Ints
 from pyps.solver.exact.followed import alone, best_followed
 from pyps.solver.exact.minmax import Bools, Problem, at_index, rounded, solve, times, within_total
@@ -194,23 +202,14 @@ class _Sets:
 
     def _solution(self, workers: Ints) -> ConstrainedSolution | None:
         """The fastest split with all of these workers, and no others."""
-        problem = self.constrained.problem
-        most, used = np.zeros(len(problem.max_batch), np.int64), np.zeros(len(problem.max_batch), bool)
-        most[workers], used[workers] = problem.max_batch[workers], True
-        mine = replace(problem, max_batch=most, required=used)
-        batches = np.zeros(len(most), np.int64)
-        behind = np.zeros(len(most))
-        for one in self.constrained.resources:
-            if not one.overlaps:
-                behind[one.workers] += one.transfer_seconds[used & one.workers].sum()
-        own = 0.0 if problem.costs.transfer is None else problem.costs.transfer
-        waiting = replace(mine, costs=replace(problem.costs, transfer=own + behind)) if behind.any() else mine
         try:
-            batches[workers] = solve(at_index(waiting, workers)).batches
+            batches = split_among(self.constrained, workers)
         except Infeasible:
             return None
         if not self.meets:
             return evaluate(self.constrained, batches)
+        problem, used = self.constrained.problem, batches > 0
+        mine = replace(problem, max_batch=np.where(used, problem.max_batch, 0), required=used)
         bare = replace(self.constrained, problem=mine, limits=(), together=())
         found = best_followed(bare, fastest_goal(), [batches], 0.0, plain=True)
         return None if found is None else observed(self.constrained, found.batches)

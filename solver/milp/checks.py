@@ -1,8 +1,8 @@
 """Independent checks of the exact solver: the same problem as a MILP, its relaxation with shadow prices, and
 the costs of micro-batches by enumeration.
 
-`solve_milp` states the integer program in PuLP and solves it with HiGHS, with no gap allowed. It shares
-nothing with pyps.solver.exact.minmax. `shadow_prices` states the relaxation over the workers in use as a
+`agreement` states the integer program in PuLP and solves it with HiGHS, with no gap allowed; the program
+shares nothing with pyps.solver.exact. `shadow_prices` states the relaxation over the workers in use as a
 linear program in cvxpy; its dual values show which worker or bound limits the iteration time, and by how
 much.
 """
@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from pyps.errors import Infeasible, PypsError, needed
+from pyps.errors import PypsError, needed
 from pyps.formats import Cluster
 from pyps.solver.accumulate import tries_all
 from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Cost, Costs, Floats, Line, Table
-from pyps.solver.exact.minmax import Problem, times
+from pyps.solver.costs import Cost, Costs, Floats, Line, Table, cost_of
+from pyps.solver.exact.minmax import Problem
 from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import solve_by_milp
-from pyps.solver.milp.model import MIB, SolverName, minmax_milp, pieces, time_scale
-from pyps.solver.ranks import PlannedRank, cost_of, most_at_once, unit_of
+from pyps.solver.milp.model import MIB, pieces, time_scale
+from pyps.solver.ranks import PlannedRank, most_at_once, unit_of
 
 MOST_ENUMERATED = 20_000  # batches: some seconds
 NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
@@ -49,17 +49,6 @@ class ShadowPrices:
     min_batch: Floats
 
 
-def solve_milp(
-    problem: Problem, *, time_limit_seconds: float | None = None, solver: SolverName = "HiGHS"
-) -> tuple[list[int], float]:
-    """Batches and iteration seconds, exact to the solver's tolerances. Raises Infeasible, PypsError."""
-    milp = minmax_milp(problem)
-    if not milp.minimise(milp.t, solver, time_limit_seconds):
-        raise Infeasible(f"global_batch {problem.global_batch}: {solver} finds no split")
-    found = milp.batches()
-    return found.tolist(), float(times(problem.costs, found).max())
-
-
 def agreement(constrained: ConstrainedProblem, batches: Sequence[int], coarse: float = 0.0) -> str:
     """One line confirming that HiGHS finds the same optimum. Raises PypsError if it finds a better one, or
     none.
@@ -67,10 +56,7 @@ def agreement(constrained: ConstrainedProblem, batches: Sequence[int], coarse: f
     coarse: relative: how much better one may be than batches that were searched for in such steps.
     """
     ours = evaluate(constrained, np.array(batches, np.int64)).longest_seconds
-    if not constrained.has_side_constraints and constrained.sync.kind == "none":
-        _, theirs = solve_milp(constrained.problem)
-    else:
-        theirs = solve_by_milp(constrained).longest_seconds
+    theirs = solve_by_milp(constrained).longest_seconds
     if abs(theirs - ours) <= HIGHS_TOLERANCE * ours:
         return f"checked: HiGHS finds the same optimum, {theirs:.6g} s"
     if 0 < ours - theirs <= (coarse + HIGHS_TOLERANCE) * ours and coarse:

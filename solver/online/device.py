@@ -12,10 +12,9 @@ from statistics import median
 
 from pyps.formats import MAX_BATCH, PlanWorker
 from pyps.solver.accumulate import seconds_in_parts
-from pyps.solver.costs import Cost, Line
+from pyps.solver.costs import Cost, Line, cost_of
 from pyps.solver.online.refit import COUNTED_FROM, OnlineCost, at_least, stretched
 from pyps.solver.online.window import LARGE, quicker, settled, slow, surprises, tells, undecided
-from pyps.solver.ranks import cost_of
 
 MOST_KEPT = 16  # timed steps that were not taken in: a window has fewer
 

@@ -22,8 +22,9 @@ import numpy as np
 from pyps.formats import Cluster, Pace, Plan, Profile
 from pyps.profiler.curve import on_one_grid
 from pyps.profiler.multiples import LEAST, MULTIPLES, at_multiple, shown_multiple
+from pyps.solver.costs import cost_of
 from pyps.solver.plan import make_plan
-from pyps.solver.ranks import cost_of, multiples_of
+from pyps.solver.ranks import multiples_of
 from pyps.solver.units import sample_multiple, units_each
 
 WORTH = 0.01  # of the iteration

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from pyps.formats import Cluster, Fit, PlanWorker, Point, Profile, R2spSchedule
 from pyps.profiler.multiples import shown_multiple
 from pyps.profiler.points_csv import IMPORTED, long_step
+from pyps.solver.costs import cost_of
 from pyps.solver.exact.minmax import Problem, rounded
-from pyps.solver.ranks import PlannedRank, cost_of, max_batch_of
+from pyps.solver.ranks import PlannedRank, max_batch_of
 
 FIT_ERROR_WORTH_A_WARNING = 0.05
 MISSED_WORTH_A_WARNING = 0.10

@@ -25,15 +25,15 @@ MOST = {
     # blocks that are found, and optimizers that were made before: 59 more; master weights: 43
     "pyps/sharding": 1_862,
     "pyps/shards": 2_308,
-    "pyps/simulate": 3_091,  # ways that shard by memory: 19 more; ways that may not arrive say so: 9
+    "pyps/simulate": 3_088,  # ways that shard by memory: 19 more; ways that may not arrive say so: 9
     "pyps/step": 906,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
     "pyps/store": 2_351,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
     "pyps/torch": 7_334,  # shares under trainers and masters: 229; no circles of imports: 24
     "pyps/worker": 7_640,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_423,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
-    "profiler": 2_617,  # the cost of lengths: 71 more
+    "solver": 11_413,  # shares of memory with batches, what helps: 750 more; rare preemptions: 17
+    "profiler": 2_616,  # the cost of lengths: 71 more
     "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more
 }
 TREE = read_tree(str(ROOT))

@@ -17,9 +17,9 @@ from pyps.formats.records import RecordWriter, RunReader, StepRecord, read_run, 
 from pyps.native.values import Claim
 from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
+from pyps.solver.costs import cost_of
 from pyps.solver.online.balancer import Rules
 from pyps.solver.online.decide import Split, best_split, round_seconds
-from pyps.solver.ranks import cost_of
 from pyps.worker.step.step import Step
 
 Costs = tuple[tuple[float, float], ...]

@@ -17,11 +17,11 @@ from pyps.formats import Cluster, Fit, Job, Point, Profile, WorkerGroup
 from pyps.profiler.curve import select_fit
 from pyps.solver.accumulate import accumulated, best_size
 from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Cost, Costs, Floats, Ints, Line, Table
+from pyps.solver.costs import Cost, Costs, Floats, Ints, Line, Table, cost_of
 from pyps.solver.milp.checks import agreement, enumerated
 from pyps.solver.plan import make_plan
 from pyps.solver.problem import planning_problem
-from pyps.solver.ranks import cost_of, planned_ranks
+from pyps.solver.ranks import planned_ranks
 from pyps.solver.report.measure import next_sizes
 
 THOROUGH = [pytest.mark.thorough, pytest.mark.timeout(900)]

@@ -14,8 +14,9 @@ from pyps.formats import Cluster, Device, Fit, Job, Link, Memory, ModelInfo, Pla
 from pyps.profiler import predict_seconds
 from pyps.solver.auto_batch import best_global_batch
 from pyps.solver.constrained import even_batches
+from pyps.solver.costs import cost_of
 from pyps.solver.plan import make_plan
-from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks, problem_of
+from pyps.solver.ranks import max_batch_of, planned_ranks, problem_of
 
 PARAMETERS = 1_000_000
 MOVED = PARAMETERS

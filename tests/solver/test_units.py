@@ -31,8 +31,9 @@ from pyps.formats import (
 )
 from pyps.formats.plan import check_plan
 from pyps.solver.auto_batch import best_global_batch
+from pyps.solver.costs import cost_of
 from pyps.solver.plan import make_plan
-from pyps.solver.ranks import cost_of, max_batch_of, planned_ranks
+from pyps.solver.ranks import max_batch_of, planned_ranks
 
 PARAMETERS = 1_000_000
 
