@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_START = str(ROOT / "tests" / "helpers" / "quick_start")
+# Hundreds of processes import torch: compiled anew, each import takes twice the CPU seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(threads, "1")  # for small matrices, threads only wait
 

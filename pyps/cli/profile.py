@@ -166,29 +166,32 @@ def measure(
         notify=note,
     )
     first = None if batches is None else _parse_whole("--batches", batches)
+
+    def at(name: str, sizes: Sequence[int] | None, most: int | None = None) -> Profile:
+        with _progress(name) as advance:
+            return measured(device=name, batches=sizes, max_batch=most, progress=advance)
+
+    names = [name for name, _ in targets]
     if new_cluster is not None and global_batch is not None:
-
-        def whole(name: str, sizes: Sequence[int] | None) -> Profile:
-            with _progress(name) as advance:
-                most = max_batch if sizes is None else None
-                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
-
-        plan_machine(new_cluster, global_batch, [name for name, _ in targets], whole)
+        plan_machine(new_cluster, global_batch, names, lambda name, b: at(name, b, None if b else max_batch))
         return
-    for (name, _), files in zip(targets, places, strict=True):
-
-        def at(sizes: list[int] | None, most: int | None, name: str = name) -> Profile:
-            with _progress(name) as advance:
-                return measured(device=name, batches=sizes, max_batch=most, progress=advance)
-
-        path = files[0] if cluster is not None else None
-        known = read_profile(path) if path is not None and path.exists() else None
-        profile = at(first, max_batch) if known is None else known
-        if cluster is not None and path is not None:
-            lacking = sizes_lacking(path, known, first or (), max_batch)
-            write_json(path, profile)
-            profile = refined_for(cluster, path, lambda sizes: at(sizes, None), lacking)
+    for name, files in zip(names, places, strict=True):
+        if cluster is not None and files[0] is not None:
+            profile = _for_cluster(cluster, files[0], partial(at, name), first, max_batch)
+        else:
+            profile = at(name, first, max_batch)
         _finish(profile, *files, as_json)
+
+
+def _for_cluster(
+    cluster: Path, path: Path, at: Callable[..., Profile], first: list[int] | None, max_batch: int | None
+) -> Profile:
+    """Measure a device of a cluster, or go on with the profile in `path`. at: times sizes, up to a batch."""
+    known = read_profile(path) if path.exists() else None
+    profile = at(first, max_batch) if known is None else known
+    lacking = sizes_lacking(path, known, first or (), max_batch)
+    write_json(path, profile)
+    return refined_for(cluster, path, at, lacking)
 
 
 @app.command("import", cls=NamesValue)

@@ -125,22 +125,14 @@ def table(store: TopStore, width: int) -> Table:
     wide = width >= NARROW
     view = Table(box=None, header_style="bold", pad_edge=False, expand=False)
     view.add_column("rank", no_wrap=True)
-    headings = [
-        *(["pid"] if wide else []),
-        "batch",
-        "steps",
-        *(["samples"] if wide else []),
-        "behind",
-        "stale",
-        "step ms",
-    ]
+    headings = ["pid"] * wide + ["batch", "steps"] + ["samples"] * wide + ["behind", "stale", "step ms"]
     headings += ["data ms"] if wide and any(r.phases.get("data") for r in store.run.ranks) else []
     headings += ["idle"] + (["pushed", "pulled", "MB/s"] if wide else [])
     for name in headings:
         view.add_column(name, justify="right", no_wrap=True)
     view.add_column("now", overflow="fold")
     for rank in store.run.ranks:
-        cells = {**_cells(rank)}
+        cells = _cells(rank)
         style = "yellow" if rank.straggler else STYLES.get(rank.doing, "")
         view.add_row(
             f"{rank.rank} {rank.name}".strip(), *(cells[name] for name in headings), Text(_now(rank), style)
