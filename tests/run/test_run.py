@@ -26,6 +26,7 @@ from run_tools import make_plan
 from safetensors.numpy import load, load_file
 
 from pyps.checkpoint.folder import checkpoints
+from pyps.cli import call_command
 from pyps.errors import InputError
 from pyps.formats import Fit, Mode, write_json
 from pyps.formats.events import read_events
@@ -106,6 +107,7 @@ def test_a_script_that_leaves_early_is_said(shm: Path, plan: Path, tmp_path: Pat
     assert f"trained {4 * B} of {SAMPLES} samples: the script left its loop before the end" in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_demos_script_has_one_rate_in_each_round(shm: Path, plan: Path, tmp_path: Path) -> None:
     """Its rate falls from round to round. A store warns of ranks whose rates differ within one."""
     train = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
@@ -161,6 +163,14 @@ def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> Non
     assert sorted(p.name for p in (tmp_path / "old").iterdir()) == ["run.json"]
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return what `pyps run` says before it exits with 2, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        call_command("run", "pyps run", [*map(str, arguments)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -170,15 +180,19 @@ def test_a_folder_that_holds_a_run_is_refused(plan: Path, tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_plan_is_exit_2_and_one_message(
-    plan: Path, tmp_path: Path, field: str, value: object, words: tuple[str, ...]
+    plan: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    value: object,
+    words: tuple[str, ...],
 ) -> None:
     raw = json.loads(plan.read_text())
     plan.write_text(json.dumps({**raw, field: value}))
-    done = pyps_run(*options_for(plan, 8, tmp_path), script(tmp_path))
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    said = refusal(capsys, *options_for(plan, 8, tmp_path), script(tmp_path))
+    assert "Traceback" not in said
     for word in (str(plan), *words):
-        assert word in done.stderr.replace("\n", "")
+        assert word in said.replace("\n", "")
     assert not (tmp_path / "out").exists()
 
 
@@ -198,10 +212,10 @@ def test_how_long_has_to_be_said(plan: Path, tmp_path: Path) -> None:
         (("--samples", "8"), "pyps run: script: found no file at gone.py"),
     ],
 )
-def test_an_error_names_what_is_missing(plan: Path, options: tuple[str, ...], error: str) -> None:
-    done = pyps_run("--plan", plan, *options, "gone.py")
-    assert done.returncode == 2
-    assert done.stderr.startswith(error)
+def test_an_error_names_what_is_missing(
+    plan: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], error: str
+) -> None:
+    assert refusal(capsys, "--plan", plan, *options, "gone.py").startswith(error)
 
 
 # -- Ranks and settings --
