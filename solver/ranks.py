@@ -257,7 +257,7 @@ def problem_of(cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence
         batch_multiple=[rank.group.batch_multiple for rank in ranks],
         required=[rank.group.required for rank in ranks],
     )
-    return replace(problem, pool=pool, at_once=within)
+    return replace(problem, pool=pool, at_once=within, local_steps=cluster.run.local_steps or 1)
 
 
 def _in_parts(

@@ -59,7 +59,8 @@ class Problem:
 
     min_batch binds only a worker that is used. required: the worker must be used. Each batch is a multiple of
     the worker's batch_multiple. pool: what all batches may take together; None: any sum of memory. at_once:
-    the samples of a micro-batch that a pool leaves each worker; None: as its costs say.
+    the samples of a micro-batch that a pool leaves each worker; None: as its costs say. local_steps: that a
+    round's samples are split over: a cluster file says the samples of one.
     """
 
     costs: Costs
@@ -70,6 +71,13 @@ class Problem:
     required: Bools
     pool: Pool | None = None
     at_once: Ints | None = None
+    local_steps: int = 1
+
+    @property
+    def named(self) -> str:
+        """The batch as a refusal names it."""
+        round_of = f", {self.global_batch} samples a round" * (self.local_steps > 1)
+        return f"global_batch {self.global_batch // self.local_steps}{round_of}"
 
     @staticmethod
     def of(
@@ -173,10 +181,10 @@ def _check_range(problem: Problem) -> None:
     least, most = int(problem.min_batch[problem.required].sum()), int(problem.max_batch.sum())
     if problem.global_batch > most:
         nearest = f"the largest feasible global_batch is {most}" if most else "no worker can take any batch"
-        raise Infeasible(f"global_batch {problem.global_batch}: the workers' maxima sum to {most}", nearest)
+        raise Infeasible(f"{problem.named}: the workers' maxima sum to {most}", nearest)
     if problem.global_batch < least:
         raise Infeasible(
-            f"global_batch {problem.global_batch}: the minima of the required workers sum to {least}",
+            f"{problem.named}: the minima of the required workers sum to {least}",
             f"the smallest feasible global_batch is {least}",
         )
 
@@ -185,7 +193,7 @@ def _refusal(bounds: Problem, reason: str) -> Infeasible:
     sets, _ = _sets_of(bounds, bounds.max_batch)
     nearest = " or ".join(map(str, nearest_sums(sets, bounds.global_batch)))
     text = f"the nearest feasible global_batch is {nearest}" if nearest else ""
-    return Infeasible(f"global_batch {bounds.global_batch}: {reason}", text)
+    return Infeasible(f"{bounds.named}: {reason}", text)
 
 
 def most_by(problem: Problem, t: float) -> Ints:

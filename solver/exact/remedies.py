@@ -36,11 +36,12 @@ def with_remedies(
     """
     bounds = [limit for limit in constrained.limits if math.isfinite(limit.at_most)]
     ways = [way for limit in bounds if (way := _raised(constrained, limit, fits))]
-    ways += [f"set global_batch to {batch}" for batch in _nearest(constrained, fits)]
+    problem = constrained.problem
+    ways += [f"set global_batch to {batch // problem.local_steps}" for batch in _nearest(constrained, fits)]
     what = [limit.field for limit in bounds] + ["together"] * bool(constrained.together)
     if reason is None:
         within = " and ".join(what)
-        reason = f"global_batch {constrained.problem.global_batch}: no workers within {within} can do it"
+        reason = f"{problem.named}: no workers within {within} can do it"
     return Infeasible(reason, " or ".join(ways))
 
 
@@ -76,6 +77,7 @@ def _nearest(constrained: ConstrainedProblem, fits: Fits) -> list[int]:
     """The nearest batch with a split: of all close ones, else the last one that fits by halves."""
     problem = constrained.problem
     step, total = math.gcd(*problem.batch_multiple.tolist()), problem.global_batch
+    step = math.lcm(step, problem.local_steps)
     most = int(problem.max_batch.sum())
 
     def has(batch: int) -> bool:

@@ -116,7 +116,9 @@ def best_for_job(
         raise InputError(CLUSTER_FILE, f"job.{field}", "a number", expected)
 
     def fits(changed: ConstrainedProblem) -> bool:
-        bounded = msgspec.structs.replace(job, global_batch=changed.problem.global_batch)
+        bounded = msgspec.structs.replace(
+            job, global_batch=changed.problem.global_batch // changed.problem.local_steps
+        )
         trial = msgspec.structs.replace(cluster, job=bounded)
         with contextlib.suppress(Infeasible):
             return _best(trial, ranks, changed) is not None

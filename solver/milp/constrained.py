@@ -40,7 +40,7 @@ def solve_constrained(
 
 
 def _by_exact_solvers(constrained: ConstrainedProblem, time_limit: float | None) -> ConstrainedSolution:
-    if constrained.may_forbid:
+    if constrained.may_forbid or constrained.problem.local_steps > 1:
         try:
             solve(constrained.problem)
         except Infeasible as error:

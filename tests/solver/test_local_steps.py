@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning_tools import profile
 
 from pyps.cli.plan_view import mode_text
-from pyps.errors import InputError
+from pyps.errors import Infeasible, InputError
 from pyps.formats import Cluster, Plan, Profile, RunTable, WorkerGroup
 from pyps.formats.cluster import Job, Shared
 from pyps.formats.mode import Pace
@@ -298,3 +298,24 @@ def test_a_local_step_has_as_many_samples_as_the_model_trains_on() -> None:
     assert [(worker.micro_batch, worker.batch % 2) for worker in plan.workers] == [(2, 0)] * 2
     with pytest.raises(InputError, match=r"run\.local_batch: found 1; expected at least 2: w0 trains on no"):
         with_local_batch([normalized] * 2, 40, 10, 1)
+
+
+@pytest.mark.parametrize("deadline", [None, 1.0])
+def test_what_helps_a_refused_round_is_a_steps_batch(deadline: float | None) -> None:
+    """Six required workers with three samples each need 18; a round of four steps has 16, then 20."""
+    group = WorkerGroup(name="w", profile="p.json", count=6, required=True, min_batch=3, price_per_hour=1.0)
+    job = Job(global_batch=4, target=1e6, deadline_hours=deadline)
+    cluster = Cluster(job=job, worker=[group], run=RunTable(local_steps=4))
+    with pytest.raises(Infeasible, match="global_batch 4, 16 samples a round") as refused:
+        make_plan(cluster, [profile(1e-3, 1e-3)])
+    assert refused.value.nearest.startswith("set global_batch to 5")
+    changed = msgspec.structs.replace(cluster, job=msgspec.structs.replace(job, global_batch=5))
+    assert make_plan(changed, [profile(1e-3, 1e-3)]).global_batch == 20
+
+
+def test_no_batch_is_proposed_that_misses_the_deadline() -> None:
+    group = WorkerGroup(name="w", profile="p.json", count=6, required=True, min_batch=3, price_per_hour=1.0)
+    job = Job(global_batch=4, target=1e6, deadline_hours=0.1)
+    with pytest.raises(Infeasible) as refused:
+        make_plan(Cluster(job=job, worker=[group], run=RunTable(local_steps=4)), [profile(1e-2, 1e-1)])
+    assert not refused.value.nearest
