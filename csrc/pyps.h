@@ -439,7 +439,7 @@ typedef struct {
     double slack;         /* r2sp: divides the gaps, of period / workers or as scheduled; 0: none */
     double patience;      /* r2sp: periods after which a turn that is not taken is skipped */
     double noise;    /* saps, PYPS_MEASURED: of a gradient, squared, over the true one; below 0: measured */
-    double own;      /* of a policy that has another number: see its file; quorum: the grace */
+    double own;      /* a free value, which a policy's file explains; quorum: the grace */
     uint64_t custom; /* custom: which one */
 } pyps_policy_params;
 

@@ -2,7 +2,7 @@
  *
  * Positions run through all epochs, 0 .. limit. A claim is one range. The samples of a dead, fenced or
  * rejected member are assigned again before new ones, the first positions first; neighbours become one range. So
- * there are hardly more ranges than claims: one that lies between pushed samples was a claim when those were. If the
+ * there are hardly more ranges than there were claims at one time. If the
  * list is full all the same, they are counted as dropped.
  *
  * A range with less than a rank's batch is left to ranks with smaller ones: a worker with a part of its batch waits for

@@ -214,8 +214,8 @@ class Tracker:
     def _speed(
         self, applied: Sequence[StepRecord], now: float, all_here: bool, ended: bool
     ) -> tuple[float | None, float | None]:
-        """Samples a second over the window, and the seconds of a global batch. While nothing arrives, the
-        first falls, until the run has ended.
+        """Samples a second over the window, and the seconds of a global batch. The rate falls
+        while no step arrives, until the run has ended.
         """
         arrivals = sorted(self._arrivals)
         passed = passings(arrivals, self._global_batch)

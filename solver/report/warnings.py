@@ -89,8 +89,9 @@ def warnings_of(
             general = "transfers are not counted: the profiles have no model.parameters"
             remarks.append(Remark(name, line, general))
         if rank.profile.device.emulated:
-            line = f"emulated, {rank.profile.device.throttle:g} times slower by a throttle"
-            remarks.append(Remark(name, line, "emulated, slower by a throttle"))
+            factor = rank.profile.device.throttle
+            slower = "" if factor == 1 else f", {factor:g} times slower"
+            remarks.append(Remark(name, f"emulated{slower} by a throttle", "emulated, slower by a throttle"))
         if out := [worker.name for _, worker in members if not worker.batch]:
             label = out[0] if len(out) == 1 else f"{len(out)} of {name}"
             remarks.append(_left_out(label, problem, bounds, members[0][1].rank, may_forbid))

@@ -15,6 +15,7 @@ from pyps.cli import simulate as simulate_command
 from pyps.cli.simulate import SimulateOptions
 from pyps.errors import InputError
 from pyps.formats import RunTable, options
+from pyps.formats.mode import PlannedRun
 from pyps.formats.options import VARIABLES, check_limits, declared
 from pyps.formats.setup import VARIABLE
 from pyps.run import RunOptions
@@ -38,6 +39,12 @@ def test_a_holder_has_options_under_their_names(holder: Any) -> None:
 def test_every_option_can_be_set() -> None:
     held = {name for holder in HOLDERS for name, _, _ in declared(holder)}
     assert held == DECLARED.keys()
+
+
+def test_what_a_cluster_file_states_reaches_the_plan() -> None:
+    """So "Default: as planned" is true. Workers have codecs and micro-batches of their own."""
+    of_workers = {"codec", "pull_codec", "accumulation"}
+    assert {*RunTable.__struct_fields__} - of_workers == {*PlannedRun.__struct_fields__}
 
 
 def test_commands_show_what_is_declared() -> None:

@@ -89,7 +89,7 @@ def test_connections_of_one_key_leave_room_for_the_handshakes_of_others(server: 
             slow.recv(64)
 
 
-@pytest.mark.promise("Between two counts of its connections a key opens few")
+@pytest.mark.promise("between two counts a key opens few")
 def test_few_connections_of_one_key_come_in_between_two_counts(
     server: Server, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
