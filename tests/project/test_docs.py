@@ -35,7 +35,7 @@ WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if DOCS / "reference" not
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *WRITTEN]
 EXECUTED = [page for page in PAGES if "<!-- executed -->" in page.read_text(encoding="utf-8")]
 MOST_WORDS = (
-    26_251  # sentences that were read twice: 106; `pyps join`: 52; `pyps gain`: 140; shares by memory: 1,300
+    26_257  # sentences that were read twice: 106; `pyps join`: 52; `pyps gain`: 140; shares by memory: 1,300
 )
 MOST_RESULTS_WORDS = 12_000
 MOST_SECURITY_WORDS = 900
