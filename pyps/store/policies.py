@@ -414,7 +414,7 @@ def _policy_of(text: str, round_timeout_seconds: float) -> Policy:
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in own:
-            expected = f"key=value, the key {one_of(key, own)}"
+            expected = f"key=value, where key is {one_of(key, own)}"
             raise InputError(name, "", repr(item), expected)
         values[key] = _parsed(name, key, value, own[key].default)
     return kind(round_timeout_seconds=round_timeout_seconds, **values)

@@ -142,8 +142,8 @@ def test_a_policy_is_what_its_text_says(policy: Policy) -> None:
     [
         ("ssp:bound=-1", "ssp: bound: found -1"),
         ("ssp:bound=x", "a number"),
-        ("ssp:slack=1", "key=value, the key one of scaling, lookahead, bound"),
-        ("asp:x=1", "key=value, the key one of scaling, lookahead"),
+        ("ssp:slack=1", "key=value, where key is one of scaling, lookahead, bound"),
+        ("asp:x=1", "key=value, where key is one of scaling, lookahead"),
         ("asp:scaling=twice", "one of samples, none"),
         ("saps:threshold=sometimes", "one of fixed, quantile, ringmaster, measured"),
         ("saps:late=never", "one of drop, weigh, auto"),
