@@ -27,7 +27,7 @@ MOST = {
     "pyps/sharding": 1_862,
     "pyps/shards": 2_308,
     "pyps/simulate": 3_088,  # ways that shard by memory: 19 more; ways that may not arrive say so: 9
-    "pyps/step": 906,  # what a pipeline cost is told by optimizer and depth: 20; claims of a lost reply: 17
+    "pyps/step": 906,  # the cost of a pipeline is told: 20 more; the claims of a lost reply come again: 17
     "pyps/store": 2_351,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
