@@ -214,6 +214,7 @@ def ratio_interval(other: TuningResult, one: TuningResult) -> tuple[float, float
     return mean_interval(logs) if np.isfinite(logs).all() else (0.0, math.inf)
 
 
+@cache
 def cluster_of(scenario: TuningScenario, *, planned: bool) -> Scenario:
     """The simulated cluster, with the plan's batches or equal ones."""
     if scenario.cluster == ROOT64:

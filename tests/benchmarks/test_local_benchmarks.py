@@ -17,7 +17,7 @@ from pyps.formats import read_plan
 def test_the_plan_and_the_table_of_a_real_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local steps that halve the time to the loss; the link is in the plan, not among emulated devices."""
     options = argparse.Namespace(seeds=2, samples=1000, sample_seconds=0.02, mbit=8.0, every=100, lr=0.01)
-    plan = read_plan(local_link.planned(tmp_path, options, local_link.WAYS[0]))
+    plan = read_plan(local_link.planned(tmp_path, options, local_link.WAYS[3]))
     assert [w.batch > 0 for w in plan.workers] == [True] * 4
     assert plan.workers[3].batch > plan.workers[0].batch
     assert "link" not in (tmp_path / "devices.toml").read_text().replace('name = "link"', "")
@@ -80,8 +80,8 @@ def test_tuning_ends_with_the_first_batch_that_is_no_better(monkeypatch: pytest.
 def test_samples_of_ddp_and_of_local_steps(
     way: tuple[str, int, local_samples.Outer | None], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round or two, through pyps, bring the loss of an untrained model down."""
-    for name, value in (("FIRST", 0), ("EVERY", 200), ("HELD_OUT", 16), ("LOSSES", (4.0,))):
+    """A few short rounds, through pyps, bring the loss of an untrained model down."""
+    for name, value in (("STEPS", 2), ("FIRST", 0), ("EVERY", 40), ("HELD_OUT", 16), ("LOSSES", (4.0,))):
         monkeypatch.setattr(local_samples, name, value)
     family, batch, outer = way
     made = local_samples.Way("", family, batch, outer, averages=outer is not None, lr=0.01)

@@ -30,14 +30,14 @@ def test_a_text_says_of_each_character_the_next_one() -> None:
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of two ways, after eight global batches: the base's own row is 1, and no sample is
+    """The table of two ways, after three global batches: the base's own row is 1, and no sample is
     missing.
     """
-    vgg = replace(known_networks.NETWORKS["vgg"], batches=8)
+    vgg = replace(known_networks.NETWORKS["vgg"], batches=3)
     monkeypatch.setitem(known_networks.NETWORKS, "vgg", vgg)
     ways = networks.EVEN, networks.WAYS[3]
     found = {("vgg", way, 0): networks.trained(("vgg", way, 0)) for way in ways}
-    assert all(r.samples == 8 * 64 for r in found.values())
+    assert all(r.samples == 3 * 64 for r in found.values())
     monkeypatch.setattr(networks, "WAYS", ways)
     rows = [line for line in networks.compared("vgg", found, range(1)).splitlines() if line.startswith("| ")]
     assert [cell.strip() for cell in rows[1].split("|")[2:-1]] == ["1.00", "1.00", "1.00"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import size
@@ -65,10 +66,22 @@ def test_each_figure_counts_what_its_name_says(tree: Path) -> None:
     assert found == COUNTED
 
 
-def test_a_column_for_each_version(tree: Path) -> None:
-    command = [sys.executable, size.__file__, "HEAD", str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    heading, _, *rows = done.stdout.splitlines()
+def test_a_column_for_each_version(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A revision of git, which has one file fewer, beside the folder."""
+    for room in (*size.ROOMS, "docs"):
+        (tree / room).mkdir(exist_ok=True)
+        (tree / room / "page.md").touch()
+    (tree / "csrc" / "last.c").rename(tree / "last.c")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", *size.ROOMS, "docs"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], cwd=tree, check=True)
+    (tree / "last.c").rename(tree / "csrc" / "last.c")
+    monkeypatch.setattr(size, "ROOT", tree)
+    monkeypatch.setattr(sys, "argv", ["size.py", "HEAD", str(tree)])
+    size.main()
+    heading, _, *rows = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in heading.split("|")[2:-1]] == ["HEAD", str(tree)]
-    assert "csrc" in done.stdout
+    found = {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in (r.split("|")[1:-1] for r in rows)}
+    assert found["C files"] == ["3", "4"]
+    assert found["lines of csrc"] == ["12", "16"]
     assert len(rows) > len(size.MEASURES)

@@ -55,7 +55,7 @@ def noise_scales(
     mean = GlobalMean(model, sampler, scaler=scaler, reduction="sum" if sums else "mean")
     noise = GradientNoise(mean, memory=0.999)
     draws = torch.Generator().manual_seed(7)
-    for _ in range(100):
+    for _ in range(50):
         rows = torch.randint(400, (sum(batches),), generator=draws)[mine(batches, group)]
         model.zero_grad()
         for x, y in mean.accumulate((inputs[rows], targets[rows]), parts):
