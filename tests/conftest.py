@@ -33,8 +33,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(threads, "1")  # for small matrices, threads only wait
 
+SAMPLED_EXAMPLES = 30  # of 100, where a test says no number
 settings.register_profile("seeded", derandomize=True)  # --hypothesis-profile=default draws new examples
 settings.load_profile("seeded")
+settings.register_profile("sampled", settings.get_profile("seeded"), max_examples=SAMPLED_EXAMPLES)
 
 THOROUGH_SECONDS = 600  # on an idle machine none takes 100
 TIMED_RERUNS = 3  # what is right but for a stall passes one of four; what is wrong fails all
@@ -52,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--real-torch") and QUICK_START not in os.environ.get("PYTHONPATH", ""):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
     sampled.thorough = config.option.markexpr != "not thorough"
+    if not sampled.thorough:
+        settings.load_profile("sampled")
     if config.getoption("--cpu"):
         from cpu_time import CpuTime
 

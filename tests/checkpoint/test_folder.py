@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.checkpoint import folder
 from pyps.checkpoint.folder import MODEL, checkpoints, find_checkpoint, read_folder, write_folder
@@ -171,7 +172,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_offered(tmp_path: P
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 def test_no_bytes_pass_for_a_manifest(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("c") / "000000001"
     path.mkdir()

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.cli.outputs import check_writable
 from pyps.errors import InputError
@@ -251,7 +252,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path, read: Callable[[Path
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=150,
+    max_examples=examples(45, 150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

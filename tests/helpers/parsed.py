@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+
+def holding(pattern: str, paths: Iterable[Path]) -> Iterator[Path]:
+    """The files whose text matches somewhere: the others need not be parsed."""
+    matches = re.compile(pattern, re.MULTILINE).search
+    return (path for path in paths if matches(path.read_text(encoding="utf-8")))
 
 
 @cache

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import Busy, Ended, Fenced, InvalidArgument, PushRejected
 from pyps.native.core import Core
@@ -443,7 +444,7 @@ class Crowd:
             self.trained += range(first, first + count)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(18, 60), deadline=None, derandomize=True)
 @given(
     st.sampled_from([ASP(), SSP(bound=1), SaPS(threshold="fixed", bound=3), HPS()]),
     st.sampled_from([2, 3, 8]),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_drive import COMMITTED, POLICIES, REFUSED, STEP, Drive, orders, partition
+from sampled import examples
 
 from pyps.errors import InvalidArgument
 from pyps.native.core import Core
@@ -31,7 +32,7 @@ NEED_NO_MEMBER = (EventKind.JOIN, EventKind.TICK, EventKind.REPLAN, EventKind.SC
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_every_sample_is_trained_once_and_all_end(policy: Policy, order: list[int]) -> None:
     drive = Drive(policy, [5, 3, 2, 7], samples=100)
@@ -104,7 +105,7 @@ def test_a_death_or_a_fence_stops_no_other_worker(
 # BSP, backup, softsync.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders, k=st.integers(0, 3))
 def test_backup_closes_with_all_but_k_and_the_late_never_enter(order: list[int], k: int) -> None:
     drive = Drive(Backup(k=k), [5, 3, 2, 7])
@@ -126,7 +127,7 @@ def test_backup_closes_with_all_but_k_and_the_late_never_enter(order: list[int],
             in_round[worker] = drive.round
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders, k=st.integers(1, 2))
 def test_samples_handed_out_again_leave_rounds_their_size(order: list[int], k: int) -> None:
     """A late worker's few samples go to a rank that is planned no more, not to one that could do many."""
@@ -153,7 +154,7 @@ def test_what_backup_has_left_over_at_the_end_is_a_part_of_a_step(k: int) -> Non
     assert parts[5:] == [(4, 0.25)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders, n=st.integers(1, 5))
 def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(order: list[int], n: int) -> None:
     drive = Drive(Softsync(n=n), [5, 3, 2, 7])
@@ -171,7 +172,7 @@ def test_softsync_steps_from_every_share_of_the_workers_scaled_by_staleness(orde
 # Scales.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 @pytest.mark.parametrize(
     ("policy", "scale"),
@@ -195,7 +196,7 @@ def test_asynchronous_policies_take_every_push_at_once(
         assert found == pytest.approx(scale(staleness))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_dynsgd_divides_by_the_mean_of_its_weights(order: list[int]) -> None:
     drive, batches = Drive(DynSGD(), [5, 3, 2, 7]), [5, 3, 2, 7]
@@ -211,7 +212,7 @@ def test_dynsgd_divides_by_the_mean_of_its_weights(order: list[int]) -> None:
 # SSP, DSSP.
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(order=orders, bound=st.one_of(st.integers(0, 4), st.just(math.inf)))
 def test_ssp_waits_exactly_when_too_far_ahead(order: list[int], bound: float) -> None:
     drive = Drive(SSP(bound=bound), [5, 3, 2, 7])
@@ -254,7 +255,7 @@ def least_wait(fast: tuple[int, int], slow: tuple[int, int], most: int) -> int:
     return min(range(most + 1), key=lambda steps: (wait(steps), steps))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(fast=st.integers(1, 50), slow=st.integers(30, 400), bound=st.integers(1, 3), extra=st.integers(0, 6))
 def test_dssp_grants_the_steps_of_the_shortest_wait(fast: int, slow: int, bound: int, extra: int) -> None:
     drive = Drive(DSSP(bound=bound, extra=extra), [1, 1])
@@ -290,7 +291,7 @@ def test_dssp_grants_the_steps_of_the_shortest_wait(fast: int, slow: int, bound:
     assert extra > 0 or taken == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_dssp_never_passes_its_upper_bound_and_without_extra_is_ssp(order: list[int]) -> None:
     ssp, same, wide = Drive(SSP(bound=2), [1] * 4), Drive(DSSP(bound=2, extra=0), [1] * 4), None

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from policy_drive import COMMITTED, REFUSED, Drive, orders, partition
 from run_scripts import script
 from run_tools import make_plan
+from sampled import examples
 
 from pyps.errors import InputError, TimedOut, UnknownPolicy
 from pyps.formats import write_json
@@ -46,7 +47,7 @@ class Broken(Custom):
         raise ValueError("the cat sat on it")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_it_decides_in_virtual_time(order: list[int]) -> None:
     policy = Halving(bound=1, most=3)

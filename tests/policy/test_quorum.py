@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from policy_drive import SECOND, Drive, orders, partition
+from sampled import examples
 
 from pyps.errors import TimedOut
 from pyps.native.decisions import EventKind
@@ -138,7 +139,7 @@ def test_others_take_over_what_a_late_worker_had_when_it_died() -> None:
     assert sum(samples for _, samples in drive.trained) == 60
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_every_sample_counts_once(order: list[int]) -> None:
     drive = Drive(Quorum(k=2), [5, 3, 2, 7], samples=150)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_drive import COMMITTED, REFUSED, SECOND, Drive, orders
+from sampled import examples
 
 from pyps.errors import InvalidArgument, PushRejected
 from pyps.native.core import Core
@@ -19,7 +20,7 @@ from pyps.native.values import Config, Optimizer
 from pyps.store.policies import ASP, SaPS
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders, bound=st.integers(0, 4))
 def test_saps_keeps_its_bound_without_waits(order: list[int], bound: int) -> None:
     drive = Drive(SaPS(threshold="fixed", bound=bound), [5, 3, 2, 7])
@@ -32,7 +33,7 @@ def test_saps_keeps_its_bound_without_waits(order: list[int], bound: int) -> Non
     assert all(staleness <= bound for _, staleness, _ in drive.pushes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=orders)
 def test_saps_without_a_bound_is_asp(order: list[int]) -> None:
     drives = [Drive(policy, [5, 3, 2, 7], 100) for policy in (SaPS(threshold="fixed"), ASP())]
@@ -232,7 +233,7 @@ class Measured:
         self.samples += self.batches[k]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(
     workers=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=14),
     noise=st.sampled_from([0.0, 2.0, 8.0, 100.0]),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import InputError, InvalidArgument
 from pyps.formats.plan import TurnSchedule
@@ -116,7 +117,7 @@ def rings(draw: st.DrawFn) -> tuple[list[int], list[float]]:
     return draw(st.permutations(range(n))), draw(st.lists(st.floats(0.05, 1.0), min_size=n, max_size=n))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 @given(ring=rings(), off=st.floats(0.2, 4.0))
 def test_order_holds_and_gaps_follow_the_plan_while_measurements_agree(
     ring: tuple[list[int], list[float]], off: float
@@ -135,7 +136,7 @@ def test_order_holds_and_gaps_follow_the_plan_while_measurements_agree(
     assert fmean(later) == pytest.approx(max(expected, slowest / n), rel=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(ring=rings(), slack=st.floats(1.0, 2.0))
 def test_slack_divides_the_planned_gaps(ring: tuple[list[int], list[float]], slack: float) -> None:
     order, seconds = ring
@@ -153,7 +154,7 @@ def passes_over(order: list[int], present: set[int], before: int, after: int) ->
     return next(order[(place + k) % n] for k in range(1, n + 1) if order[(place + k) % n] in present) == after
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(ring=rings(), data=st.data())
 def test_present_workers_keep_the_order_while_others_come_and_go(
     ring: tuple[list[int], list[float]], data: st.DataObject

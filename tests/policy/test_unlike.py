@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_drive import COMMITTED, POLICIES, SECOND, WAIT, Drive
+from sampled import examples
 
 from pyps.errors import InputError, InvalidArgument
 from pyps.native.core import Core
@@ -27,7 +28,7 @@ from pyps.store.policies import (
 # R2SP.
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(order=st.lists(st.integers(0, 3), min_size=200, max_size=400))
 def test_r2sp_is_a_fixed_cycle_with_staleness_one_less_than_its_members(order: list[int]) -> None:
     drive = Drive(R2SP(slack=0.0, patience=1e6), [5, 3, 2, 7])
@@ -100,7 +101,7 @@ def test_r2sp_keeps_its_gaps() -> None:
 # H-PS.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(
     speeds=st.lists(st.integers(1, 40), min_size=4, max_size=4),
     limits=st.lists(st.one_of(st.just(0), st.integers(1, 60)), min_size=4, max_size=4),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import InputError
 from pyps.formats import Fit, Point
@@ -16,7 +17,7 @@ from pyps.profiler import fit_points, predict_seconds, select_fit
 LADDER = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 EXACT = 1e-3  # noise-free data: the loss's scale has a floor of 0.1 %
 ONE_OUTLIER = 0.10  # what one 5x point may move any prediction
-FEW = settings(derandomize=True, deadline=None, max_examples=25)
+FEW = settings(derandomize=True, deadline=None, max_examples=examples(10, 25))
 
 fixed = st.floats(1e-4, 1e-1)
 relative_slope = st.floats(0.01, 1.0)  # seconds a sample, as a share of the fixed seconds

@@ -173,13 +173,6 @@ def test_native_alone_imports_the_extension() -> None:
     assert importers == {"pyps.native.compiled"}
 
 
-def test_no_file_imports_the_bare_folders() -> None:
-    files = [p for d in ("tests", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
-    for name, path in [*MODULES.items(), *((str(p), p) for p in files)]:
-        bare = {i for i in imports(name, path) if i.split(".")[0] in ("solver", "profiler")}
-        assert not bare, f"{name} imports {bare}: write pyps.solver or pyps.profiler"
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Which module is imported first decides whether such a circle works."""
     graph = {name: first_imports(name, path) for name, path in MODULES.items()}

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 from test_page import CLOCK, make_run, setup_of, steps
 
 from pyps.errors import InputError
@@ -31,7 +32,7 @@ def of_rank(rank: int, records: list[StepRecord]) -> list[StepRecord]:
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-0.5, 0.5))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(15, 50))
 def test_versions_bound_what_the_times_of_day_say(boot: float, wrong: float) -> None:
     """Clocks since boot that differ by anything, times of day that are off by up to half a second."""
     records = list(steps(20))

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.simulate.clock import LinkClass, Network
 
@@ -78,7 +79,7 @@ def simulated(
     return ended
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 @given(
     transfers=st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(1, 2000)), min_size=1, max_size=12

@@ -80,7 +80,7 @@ def splits(constrained: ConstrainedProblem) -> list[tuple[float, np.ndarray]]:  
     return found
 
 
-@settings(max_examples=examples(40, 80), deadline=None)
+@settings(max_examples=examples(20, 80), deadline=None)
 @given(st.integers(0, 10**9))
 def test_equal_to_brute_force(seed: int) -> None:
     constrained, price = random_kinds(seed)

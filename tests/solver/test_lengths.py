@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import InputError
 from pyps.formats import (
@@ -38,7 +39,7 @@ def ends(ticks: np.ndarray, owner: np.ndarray) -> np.ndarray:
     st.lists(st.floats(0.01, 100), min_size=8, max_size=40),
     st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 def test_each_rank_has_its_least_and_no_end_is_below_the_bound(
     costs: list[float], speeds: list[float]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_tools import profile
+from sampled import examples
 
 from pyps.cli.plan_view import mode_text
 from pyps.errors import Infeasible, InputError
@@ -119,7 +120,7 @@ def test_averaged_moments_take_their_time_on_a_link(moments: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 def test_brute_force(data: st.DataObject) -> None:
     """No samples of workers, of as many in all, let the slowest end earlier."""
     count = data.draw(st.integers(1, 3))
@@ -249,7 +250,7 @@ def test_a_local_batch_that_is_no_whole_multiple_is_refused() -> None:
         with_local_batch([profile(0.01, 0.0)] * 2, 40, 10, 2, batch_multiple=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(
     fixed=st.lists(st.floats(0.0, 0.05), min_size=2, max_size=4),
     even=st.integers(1, 40),

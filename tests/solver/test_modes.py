@@ -135,7 +135,7 @@ def longest(
     return found
 
 
-@settings(max_examples=examples(30, 60), deadline=None)
+@settings(max_examples=examples(15, 60), deadline=None)
 @given(cases())
 def test_the_joint_plan_is_the_best_of_all_splits_codecs_and_depths(
     case: tuple[Cluster, list[Profile], Pace],
@@ -176,7 +176,7 @@ def test_the_joint_plan_is_the_best_of_all_splits_codecs_and_depths(
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(cases())
 def test_no_worker_could_be_more_exact_or_shallower_alone(case: tuple[Cluster, list[Profile], Pace]) -> None:
     cluster, profiles, pace = case

@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.formats import Fit, PlanWorker
 from pyps.solver import Cost, Line, Table
@@ -134,7 +135,7 @@ def test_without_a_profile_the_fixed_part_may_be_nearly_all() -> None:
         assert device.cost.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.1)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(18, 60))
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-5, 50.0)), min_size=1, max_size=12))
 def test_any_times_give_a_cost(observed: list[tuple[int, float]]) -> None:
     for prior in (None, PROFILE, Table(((1, 0.1), (10, 0.2), (100, 0.5)))):

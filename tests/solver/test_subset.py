@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost, Costs, Line, Table
@@ -22,7 +23,7 @@ from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.sync import Sync, SyncKind
 
-thorough = settings(derandomize=True, deadline=None, max_examples=250)
+thorough = settings(derandomize=True, deadline=None, max_examples=examples(75, 250))
 
 
 def random_problem(seed: int) -> tuple[Problem, Sync]:

@@ -6,10 +6,11 @@ import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.solver.exact.subset_sum import Progression, nearest_sums, subset_sum
 
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=examples(60, 200))
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.simulate.clock import LinkClass, Network
 from pyps.solver.links import FairShares, LinkCost
@@ -50,7 +51,7 @@ def simulated(sent: Sent) -> list[float]:
 
 
 @given(messages)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(18, 60), deadline=None)
 def test_emulation_and_simulator_agree(sent: Sent) -> None:
     assert emulated(sent) == pytest.approx(simulated(sent), abs=1e-6)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 import pyps
 from pyps.errors import InputError, InvalidArgument, NotFinite
@@ -102,7 +103,7 @@ def test_a_round_gives_the_mean_by_samples_under_every_optimizer(optimizer: str)
 numbers = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(seed=numbers, batches=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_a_push_alone_goes_its_share_of_the_way(seed: int, batches: list[int]) -> None:
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sampled import examples
 from threads import in_threads
 
 from pyps import errors
@@ -250,7 +251,9 @@ def test_a_killed_rank_counts_if_its_gradient_was_staged(tmp_path: Path, staged:
         assert_same(store, by_torch(some(0), [mean(gradients[:counted], batches[:counted])], hyper))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(10, 25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     length=st.integers(1, 5000),
     exponent=st.integers(-20, 18),

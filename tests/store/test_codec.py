@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sampled import examples
 
 from pyps import errors
 from pyps.store.codec import Codec, Encoding, as_codec, decode, encode, encoded_bytes
@@ -112,7 +113,7 @@ VALUES = st.tuples(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=examples(60, 200))
 @given(VALUES, st.sampled_from(QUANTIZED), st.booleans(), st.integers(0, 2**64 - 1), st.integers(0, 2**30))
 def test_quantized_values_are_the_references(
     values: tuple[int, int, float], codec: Codec, stochastic: bool, seed: int, block: int

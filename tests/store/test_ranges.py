@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps import Hyper, Store
 from pyps.errors import InvalidArgument, NotFinite
@@ -367,7 +368,9 @@ def test_a_restored_store_goes_on_alike(name: str, stores: list[Store]) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(12, 40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=8), st.integers(0, 7)
 )

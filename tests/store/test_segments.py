@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps import errors, native
 from pyps.native.values import Hyper
@@ -29,7 +30,7 @@ TENSORS = {"w": np.arange(5000.0), "b": np.zeros(3)}
 FIXED = settings(
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=examples(18, 60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

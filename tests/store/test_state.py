@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps._native import ffi, lib
 from pyps.errors import Ended, InputError, InvalidArgument, StoreError, TimedOut
@@ -313,7 +314,9 @@ NUMBERS = st.one_of(st.integers(0, 60), st.integers(0, 2**64 - 1))
 
 
 @given(NUMBERS, NUMBERS, RANGES, st.lists(NUMBERS, min_size=16, max_size=16), st.integers(0, 11), st.floats())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(45, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_header_breaks_a_store(
     shm: Path, version: int, assigned: int, ranges: Any, words: Any, policy: int, mean: float
 ) -> None:

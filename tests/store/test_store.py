@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sampled import examples
 from threads import in_threads
 
 import pyps
@@ -226,7 +227,9 @@ def weighted_step(split: list[int], gradients: NDArray[np.float32]) -> tuple[F64
     return applied, np.mean([means[r].astype(np.float64) for r in means], axis=0)
 
 
-@settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(
+    derandomize=True, deadline=None, max_examples=examples(10, 25), suppress_health_check=list(HealthCheck)
+)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 def test_any_split_gives_the_full_batch_gradient(split: list[int], seed: int) -> None:
     gradients = np.random.default_rng(seed).standard_normal((sum(split), 200)).astype(np.float32) + 0.5

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps.errors import InputError
@@ -110,7 +111,7 @@ def test_the_tail_as_an_example() -> None:
     assert micro_batches(10, 17, 3) == [(10, 13), (13, 15), (15, 17)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(18, 60))
 @given(st.data(), SPLITS, st.integers(0, 400))
 def test_a_state_goes_on_with_other_ranks_and_another_plan(data: Any, split: list[int], more: int) -> None:
     length = 10 + more

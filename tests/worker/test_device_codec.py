@@ -8,6 +8,7 @@ import torch
 from device import ON_BOTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import examples
 
 from pyps.errors import InputError
 from pyps.native.values import Codec, Encoding
@@ -80,7 +81,7 @@ def test_a_block_that_is_not_finite_has_no_scale(kind: Codec, device: str) -> No
     assert torch.equal(scales[good], plain[good])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(18, 60), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.sampled_from(CODECS))
 def test_any_finite_bits_at_all(seed: int, size: int, kind: Codec) -> None:
     draws = np.random.default_rng(seed)
