@@ -10,7 +10,7 @@
 #   make lint      formatting, style and types
 #   make brute-force  plans of 5,000 small clusters a family against every split (COUNT=5000); spot machines; 12 kinds
 #   make bench     the benchmarks, each with its rival in the same run
-#   make papers    what the four systems promise, measured against tuned rivals, into docs/results: hours
+#   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: an hour
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: half an hour;
@@ -120,7 +120,6 @@ bench: .venv/bench
 
 papers: .venv/dev
 	$(PY) benchmarks/papers/papers.py --save
-	$(PY) benchmarks/papers/staleness.py --save
 	$(PY) benchmarks/papers/turns.py --save
 	$(PY) benchmarks/papers/gaps.py --save
 	$(PY) benchmarks/regret.py --save

@@ -49,6 +49,9 @@ class Perceptron:
         self, sizes: Sequence[int], x: NDArray[np.float32], y: NDArray[np.generic], seed: int
     ) -> None:
         self.sizes, self.x, self.y, self.seed = tuple(sizes), x, y, seed
+        shapes = [(a + 1, b) for a, b in pairwise(self.sizes)]
+        ends = np.cumsum([0, *(a * b for a, b in shapes)]).tolist()
+        self._places = [(slice(*span), shape) for span, shape in zip(pairwise(ends), shapes, strict=True)]
 
     def start(self) -> Array:
         draw = np.random.default_rng(self.seed)
@@ -62,11 +65,14 @@ class Perceptron:
             z = inputs[-1] @ layer[:-1] + layer[-1]
             inputs.append(np.maximum(z, 0) if k + 1 < len(layers) else z)
         loss, d = self._loss(inputs[-1], self.y[rows])
-        found = []
-        for layer, h in zip(reversed(layers), reversed(inputs[:-1]), strict=True):
-            found.append(np.vstack([h.T @ d, d.sum(axis=0)]).ravel())
-            d = (d @ layer[:-1].T) * (h > 0)
-        return np.concatenate(found[::-1]).astype(np.float64), loss
+        gradient = np.empty(w.size)
+        for k in reversed(range(len(layers))):
+            place, shape = self._places[k]
+            found = gradient[place].reshape(shape)
+            found[:-1], found[-1] = inputs[k].T @ d, d.sum(axis=0)
+            if k:
+                d = (d @ layers[k][:-1].T) * (inputs[k] > 0)
+        return gradient, loss
 
     def loss(self, w: Array) -> float:
         with np.errstate(all="ignore"):
@@ -81,10 +87,8 @@ class Perceptron:
         return h
 
     def _layers(self, w: Array) -> list[NDArray[np.float32]]:
-        ends = np.cumsum([0, *((a + 1) * b for a, b in pairwise(self.sizes))])
-        shapes = [(a + 1, b) for a, b in pairwise(self.sizes)]
         flat = w.astype(np.float32)
-        return [flat[i:j].reshape(s) for (i, j), s in zip(pairwise(ends), shapes, strict=True)]
+        return [flat[place].reshape(shape) for place, shape in self._places]
 
     def _loss(self, z: NDArray[np.float32], y: NDArray[np.generic]) -> tuple[float, NDArray[np.float32]]:
         if y.ndim > 1:

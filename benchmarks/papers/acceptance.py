@@ -30,17 +30,20 @@ SIZES = (1.0, 2.0, 4.0)  # times the model of clusters/hps.toml
 Curve = list[tuple[float, int, float]]  # seconds, samples, loss
 EVEN = Competitor("BSP, equal batches", ("bsp",))
 PLANNED = Competitor("BOA: BSP, planned batches", ("bsp",), planned=True)
-SHARES = (1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08)  # of the global batch
+SHARES = (2.0, 1.0, 0.5, 0.25, 0.125, 0.0625)  # of the global batch
 FEWER = Competitor("BOA, global batch tuned", ("bsp",), planned=True, shares=SHARES)
 BACKUP_ONE = Competitor("backup, one", ("backup:k=1",))
 COUNTS = tuple(f"backup:k={k}" for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48))
 BACKUP = Competitor("backup, k tuned", COUNTS, ends=("backup:k=1",))  # 0 is BSP
 BACKUP_FEWER = replace(BACKUP, title="backup, k and global batch tuned", shares=SHARES)
-BOTH = replace(BACKUP, title="backup, k tuned, planned batches", planned=True)
-BOTH_FEWER = replace(BACKUP_FEWER, title="backup, k and global batch tuned, planned batches", planned=True)
 QUORUMS = tuple(count.replace("backup", "quorum") for count in COUNTS)
-QUORUM = Competitor("quorum, k tuned, planned batches", QUORUMS, planned=True, ends=QUORUMS[:1])
-QUORUM_FEWER = replace(QUORUM, title="quorum, k and global batch tuned, planned batches", shares=SHARES)
+QUORUM = Competitor(
+    "quorum on planned batches, k and global batch tuned",
+    QUORUMS,
+    planned=True,
+    shares=SHARES,
+    ends=QUORUMS[:1],
+)
 BOUNDS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 SSP = Competitor("SSP", tuple(f"ssp:bound={bound}" for bound in BOUNDS), ends=("ssp:bound=0",))
 SLACKS = tuple(f"r2sp:slack={slack}" for slack in ("0.8", "1.0", "1.2", "1.5", "0"))  # 0: no gaps
@@ -98,12 +101,10 @@ def all_inside(found: list[TuningResult]) -> Criterion:
 
 
 def boa(budget: Budget, _: Path) -> Findings:
-    """Planned batches against equal ones and backup workers, on unlike and on equal devices."""
-    alone = PLANNED, EVEN, BACKUP_ONE, BACKUP, FEWER, BACKUP_FEWER
-    together = BOTH, BOTH_FEWER, QUORUM, QUORUM_FEWER
-    names = budget.among(("three-types", "three-stalls", "five", "uniform"), quick="uniform")
-    pairs = [(n, c) for n in names for c in (*alone, *(() if n == "uniform" else together))]
-    found = tune_with_copies([(TuningScenario(n), c) for n, c in pairs], budget)
+    """Planned batches against equal ones and backup workers."""
+    competitors = PLANNED, EVEN, BACKUP_ONE, BACKUP, FEWER, BACKUP_FEWER, QUORUM
+    names = budget.among(("three-types", "three-stalls", "five"), quick="five")
+    found = tune_with_copies([(TuningScenario(n), c) for n in names for c in competitors], budget)
     null, by = (
         Null.of(found),
         {n: {s.competitor.title: s for s in found if s.scenario.cluster == n} for n in names},
@@ -128,17 +129,12 @@ def _planned_and_backup(results: dict[str, TuningResult], null: Null) -> list[Cl
     """BOA against equal batches and tuned backup workers, and both ideas together against the better of each
     alone; the global batch is the cluster's for all of them, or tuned for all of them.
     """
-    planned = results[PLANNED.title]
-    claims = [Claim.of(planned, results[rival.title], null) for rival in (EVEN, BACKUP_ONE)]
-    for alone, backup, together in (
-        (PLANNED, BACKUP, (BOTH, QUORUM)),
-        (FEWER, BACKUP_FEWER, (BOTH_FEWER, QUORUM_FEWER)),
-    ):
-        pair = results[alone.title], results[backup.title]
-        better = min(pair, key=lambda s: s.mean)
-        claims.append(Claim.of(*pair, null))
-        claims += [Claim.of(results[one.title], better, null) for one in together if one.title in results]
-    return claims
+    planned, fewer, backup, quorum = (results[c.title] for c in (PLANNED, FEWER, BACKUP_FEWER, QUORUM))
+    return [
+        *(Claim.of(planned, results[rival.title], null) for rival in (EVEN, BACKUP_ONE, BACKUP)),
+        Claim.of(fewer, backup, null),
+        Claim.of(quorum, min(fewer, backup, key=lambda s: s.mean), null),
+    ]
 
 
 def r2sp(budget: Budget, _: Path) -> Findings:

@@ -6,6 +6,8 @@ It is a `pyps.simulate.Objective`. The workers of real runs compute the same gra
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
@@ -15,7 +17,8 @@ from pyps.worker.data.sampling import indices
 
 PIXELS, HIDDEN, CLASSES = 64, 32, 10
 SHAPES = ((PIXELS, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,))
-SIZES = [int(np.prod(shape)) for shape in SHAPES]
+ENDS = [0, *np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()]
+PLACES = [(slice(a, b), shape) for (a, b), shape in zip(pairwise(ENDS), SHAPES, strict=True)]
 
 
 class Digits:
@@ -24,6 +27,7 @@ class Digits:
     def __init__(self, seed: int = 0) -> None:
         digits = load_digits()
         self.x = digits.data / 8.0 - 1.0
+        self._single = self.x.astype(np.float32)  # of all samples, whose loss is three times as fast in it
         self.labels = digits.target.astype(np.int64)
         self._seed = seed
 
@@ -41,18 +45,22 @@ class Digits:
         p[np.arange(len(y)), y] -= 1.0
         p /= len(y)
         back = (p @ c.T) * (1.0 - hidden * hidden)
-        gradients = (x.T @ back, back.sum(0), hidden.T @ p, p.sum(0))
-        return np.concatenate([g.ravel() for g in gradients]), loss
+        gradient = np.empty(ENDS[-1])
+        a, b, c, d = parts(gradient)
+        np.matmul(x.T, back, out=a)
+        np.sum(back, axis=0, out=b)
+        np.matmul(hidden.T, p, out=c)
+        np.sum(p, axis=0, out=d)
+        return gradient, loss
 
     def loss(self, w: Vector) -> float:
-        a, b, c, d = parts(w)
-        return softmax(np.tanh(self.x @ a + b) @ c + d, self.labels)[1]
+        a, b, c, d = parts(w.astype(np.float32))
+        return softmax(np.tanh(self._single @ a + b) @ c + d, self.labels)[1]
 
 
 def parts(w: Vector) -> list[Vector]:
     """The two layers' weights and biases, as views."""
-    pieces = np.split(w, np.cumsum(SIZES)[:-1])
-    return [piece.reshape(shape) for piece, shape in zip(pieces, SHAPES, strict=True)]
+    return [w[place].reshape(shape) for place, shape in PLACES]
 
 
 def softmax(scores: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
@@ -60,4 +68,4 @@ def softmax(scores: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
     p = np.exp(scores - scores.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     picked = p[np.arange(len(labels)), labels]
-    return p, float(-np.log(np.maximum(picked, 1e-300)).mean())
+    return p, -float(np.log(np.maximum(picked, 1e-30)).sum()) / len(labels)

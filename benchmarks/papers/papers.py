@@ -26,7 +26,7 @@ from papers_agreement import agreement
 from papers_deep import deep
 from papers_real import real
 from papers_rivals import rivals
-from papers_saps import level, processes, saps
+from papers_saps import processes, saps
 from papers_straggler import straggler
 from ringmaster import ringmaster
 from tuning import Budget
@@ -36,7 +36,6 @@ PARTS = {
     "boa": boa,
     "rivals": rivals,
     "saps": saps,
-    "level": level,
     "deep": deep,
     "processes": processes,
     "ringmaster": ringmaster,

@@ -4,14 +4,12 @@ rounds wait for all, with its own global batch.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from acceptance import (
-    BOTH,
-    BOTH_FEWER,
     FEWER,
     PLANNED,
+    QUORUM,
     SAPS,
     Findings,
     all_inside,
@@ -22,27 +20,18 @@ from null import Claim, Null
 from tuning import Budget, Competitor, TuningScenario, tune_with_copies
 
 CLUSTERS = ("three-types", "five")
-SHARES = (2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the planned batches' time
+SHARES = (2.0, 1.0, 0.5, 0.25, 0.125, 0.0625)  # of the planned batches' time
 COUNTS = (1, 2, 3, 4, 6, 8, 12)  # 0 of a code is BSP, 1 of K-async is ASP
 SPLITS, BOUNDS = (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 5, 8, 13)
 ANYTIME = Competitor("Anytime Minibatch", tuple(f"anytime:share={s}" for s in SHARES), planned=True)
 CODES = tuple(f"coded:k={k}" for k in COUNTS)
-CODED = Competitor("gradient coding", CODES, shares=GLOBAL, ends=CODES[:1])
+CODED = Competitor("gradient coding, planned batches", CODES, planned=True, shares=GLOBAL, ends=CODES[:1])
 K_ASYNC = Competitor("K-async", tuple(f"k-async:k={k}" for k in COUNTS), ends=("k-async:k=1",))
-FLEXRR = Competitor("FlexRR's reassignment", ("flexrr",), shares=GLOBAL)
+FLEXRR = Competitor("FlexRR's reassignment, planned batches", ("flexrr",), planned=True, shares=GLOBAL)
 SOFTSYNC = Competitor("softsync", tuple(f"softsync:n={n}" for n in SPLITS), ends=("softsync:n=1",))
 DSSP = Competitor("DSSP", tuple(f"dssp:bound={b}" for b in BOUNDS), ends=("dssp:bound=0",))
-OURS = PLANNED, FEWER, BOTH, BOTH_FEWER, SAPS
-RIVALS = (
-    ANYTIME,
-    CODED,
-    replace(CODED, title="gradient coding, planned batches", planned=True),
-    K_ASYNC,
-    FLEXRR,
-    replace(FLEXRR, title="FlexRR's reassignment, planned batches", planned=True),
-    SOFTSYNC,
-    DSSP,
-)
+OURS = PLANNED, FEWER, QUORUM, SAPS
+RIVALS = ANYTIME, CODED, K_ASYNC, FLEXRR, SOFTSYNC, DSSP
 
 
 def rivals(budget: Budget, _: Path) -> Findings:

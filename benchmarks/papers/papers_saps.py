@@ -11,12 +11,9 @@ from pathlib import Path
 
 from acceptance import (
     ASP,
-    BACKUP,
-    BACKUP_ONE,
     DYNSGD,
     EVEN,
     SAPS,
-    SSP,
     Criterion,
     Findings,
     all_inside,
@@ -40,45 +37,30 @@ from tuning import (
 
 GAINS = ("many", "crowd", ROOT64, "three")
 FEW = "few"
-LEVEL = ("four", "eight", "sixteen", "heavy", "uniform")
+LEVEL = ("four", "eight", "sixteen", "uniform")
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of N: bounds to choose from
-WAITING = (EVEN, BACKUP_ONE, BACKUP, SSP)
-SEEDS, TUNING = tuple(range(201, 213)), (101, 102, 103)
 
 
-def fixed(cluster: str, late: str) -> Competitor:
+def fixed(cluster: str) -> Competitor:
     """SaPS with a fixed bound, the best of some."""
     workers = len(cluster_of(TuningScenario(cluster), planned=False).workers)
     bounds = sorted({max(1, round(share * workers)) for share in SHARES})
-    variants = tuple(f"saps:threshold=fixed,bound={bound},late={late}" for bound in bounds)
-    ends = (f"saps:threshold=fixed,bound=1,late={late}",)
-    return Competitor(f"SaPS, bound tuned, late: {late}", variants, ends=ends)
+    variants = tuple(f"saps:threshold=fixed,bound={bound},late=weigh" for bound in bounds)
+    return Competitor("SaPS, bound tuned", variants, ends=("saps:threshold=fixed,bound=1,late=weigh",))
 
 
 def competitors(cluster: str) -> tuple[Competitor, ...]:
-    if cluster not in GAINS:
-        return SAPS, ASP, DYNSGD, *WAITING
-    return SAPS, ASP, DYNSGD, fixed(cluster, "weigh"), fixed(cluster, "drop"), EVEN
+    return SAPS, ASP, DYNSGD, EVEN, *((fixed(cluster),) if cluster in GAINS else ())
 
 
 def saps(budget: Budget, _: Path) -> Findings:
-    """Tuned policies on clusters where bounding staleness can gain much."""
-    return _compared(budget, budget.among(GAINS, quick="three"))
-
-
-def level(budget: Budget, _: Path) -> Findings:
-    """And where it cannot."""
-    return _compared(budget, budget.among(LEVEL, quick="uniform"))
-
-
-def _compared(budget: Budget, clusters: tuple[str, ...]) -> Findings:
-    if not budget.quick:
-        budget = replace(budget, seeds=SEEDS, tuning=TUNING)
+    """Tuned policies on clusters where bounding staleness can gain much, and where it cannot."""
+    clusters = budget.among((*GAINS, *LEVEL), quick="three")
     found = tune_with_copies([(TuningScenario(c), e) for c in clusters for e in competitors(c)], budget)
     null, criteria = Null.of(found), list[Criterion | Claim]()
     for name in clusters:
         criteria += _claims([s for s in found if s.scenario.cluster == name], null)
-    drawn = {ASP.title, DYNSGD.title, SAPS.title, *(c.title for c in WAITING)}
+    drawn = {ASP.title, DYNSGD.title, SAPS.title, EVEN.title}
     curves = panels([s for s in found if s.competitor.title in drawn])
     tables = [*result_tables(found, with_ceiling=True), str(null)]
     return Findings(tables, [*criteria, all_inside(found)], curves)

@@ -1,10 +1,11 @@
 """Time to a loss, for each competitor with its best step size and its best variant, over several seeds.
 
-Time is virtual, gradients are real. Tuning: each variant of a policy is trained to the loss with step sizes
-on a coarse grid; from the best one, factors of four, two and the square root of two are tried up and down for
-as long as the time gets shorter. A step size counts by its median over seeds that the results do not use. The
-variants of a competitor are a ladder: it is climbed until two in a row are no better, so that the one chosen
-lies inside what was tried, or at an end that the policy itself has.
+Time is virtual, gradients are real. Tuning: a policy's first variant is trained to the loss with step sizes
+on a coarse grid, the next ones with the step size that was best so far; from there factors of four, two and
+the square root of two are tried up and down for as long as the time gets shorter. A step size counts by its
+median over seeds that the results do not use. The variants of a competitor are a ladder: it is climbed until
+two in a row are no better, so that the one chosen lies inside what was tried, or at an end that the policy
+itself has. Shares of the global batch are tried in both directions from the best one so far.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Budget:
     results are kept, and taken from if they are there; None: nowhere. clusters: only these; none: all.
     """
 
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     tuning: tuple[int, ...] = (101, 102)
     processes: int = 2
     quick: bool = False
@@ -298,15 +299,23 @@ class Trial:
 
 
 class Tuner:
-    """Finds the best step size of a trial. limit: seconds after which the tuner gives a training up."""
+    """Finds the best step size of a trial. limit: seconds after which the tuner gives a training up. start: a
+    step size that was good for something like it; None: the grid.
+    """
 
-    def __init__(self, trial: Trial, seeds: Sequence[int], limit: float = math.inf) -> None:
-        self._trial, self._seeds, self._limit = trial, seeds, limit
+    def __init__(
+        self, trial: Trial, seeds: Sequence[int], limit: float = math.inf, start: float | None = None
+    ) -> None:
+        self._trial, self._seeds, self._limit, self._start = trial, seeds, limit, start
         self.found: dict[int, float] = {}  # half the powers of two -> seconds
+        self.trials = 0
 
     def best(self) -> tuple[float, float]:
         """The best step size, and its median seconds."""
-        here = min(GRID, key=self._seconds)
+        start = self._start
+        here = start or min(GRID, key=self._seconds)
+        if start and self._seconds(start) == math.inf:
+            here = min(start / 2.0, 2.0 * start, key=self._seconds)
         for factor in FINER if self._seconds(here) < math.inf else ():
             here = self._climb(here, factor)
         return here, self._seconds(here)
@@ -324,9 +333,18 @@ class Tuner:
         key = round(2 * math.log2(lr))
         if key not in self.found:
             limit = PATIENCE * min([self._limit, *self.found.values()])
-            times = [self._trial.seconds(lr, seed, limit) for seed in self._seeds]
-            self.found[key] = statistics.median(times)
+            self.found[key] = self._median(lr, limit)
         return self.found[key]
+
+    def _median(self, lr: float, limit: float) -> float:
+        """Over the seeds, and over no more of them than it takes to know that it is infinite."""
+        times: list[float] = []
+        for seed in self._seeds:
+            times.append(self._trial.seconds(lr, seed, limit))
+            self.trials += 1
+            if 2 * times.count(math.inf) >= len(self._seeds):
+                return math.inf
+        return statistics.median(times)
 
 
 class Search:
@@ -356,15 +374,26 @@ class Search:
         return best
 
     def _shares(self, variant: str, best: float) -> float:
+        """The variant's seconds with the best share: from that of the best so far, up and down."""
         rungs = self._competitor.rungs(variant)
-        return self._tune(variant, best) if len(rungs) == 1 else self._climb(rungs, self._tune)
+        here = rungs.index(variant)
+        if best < math.inf:
+            here = self._competitor.rungs(self.best[2].policy.partition("@")[0]).index(self.best[2].policy)
+        found = self._tune(rungs[here], best)
+        for step in (1, -1):
+            at = here + step
+            while 0 <= at < len(rungs) and (moved := self._tune(rungs[at], min(best, found))) < found:
+                found, at = moved, at + step
+            if at != here + step:
+                break
+        return found
 
     def _tune(self, policy: str, best: float) -> float:
         """Its median seconds with its best step size; infinite: it takes longer than the best."""
         trial = self._trial(policy)
-        tuner = Tuner(trial, self._seeds, best)
+        tuner = Tuner(trial, self._seeds, best, self.best[1] if self.best[0] < math.inf else None)
         step_size, seconds = tuner.best()
-        self.trials += len(tuner.found) * len(self._seeds)
+        self.trials += tuner.trials
         if seconds < self.best[0]:
             self.best = seconds, step_size, trial
         return seconds
@@ -374,8 +403,7 @@ def tune(scenario: TuningScenario, competitor: Competitor, budget: Budget) -> Tu
     """Choose a competitor's variant and step size, then train with them once for each seed."""
     if budget.quick:
         scenario = replace(scenario, max_batches=8, target=2.2)
-        first = competitor.variants[:1], competitor.shares[:1]
-        competitor = replace(competitor, variants=first[0], shares=first[1])
+        competitor = replace(competitor, variants=competitor.variants[:1], shares=())
     search = Search(scenario, competitor, budget.tuning)
     search.run()
     _, lr, chosen = search.best

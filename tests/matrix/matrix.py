@@ -49,9 +49,17 @@ def judged(cell: Cell, folder: Path, zygote: Zygote) -> Judged:
 
 
 def sampled() -> list[Cell]:
-    """All pairs of what a run combines that nothing disturbs, some that something does, and NAMED."""
+    """All pairs of what a run combines that nothing disturbs, some that something does, each option alone
+    (only there parameters are compared to the last digits: judging.OFF), and NAMED.
+    """
     disturbed = _cells(_array(AXES, 2))[::SAMPLED]
-    return list(dict.fromkeys([*_cells(_array(_plain(), 2)), *disturbed, *NAMED]))
+    alone = [
+        Cell("bsp", **{name: value})
+        for name, values in _plain().items()
+        if name != "policy"
+        for value in values[1:]
+    ]
+    return list(dict.fromkeys([*_cells(_array(_plain(), 2)), *disturbed, *alone, *NAMED]))
 
 
 @lru_cache(maxsize=1)
