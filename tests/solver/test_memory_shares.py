@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled import sampled
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import (
@@ -112,7 +113,7 @@ def test_shares_exist_where_all_that_is_free_holds_the_state(
         assert (worker.max_batch or 0) >= batch
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", sampled(range(60), *range(20)))
 def test_a_pool_is_kept_as_by_brute_force(seed: int) -> None:
     luck = np.random.default_rng(seed)
     count, step = int(luck.integers(1, 5)), int(luck.integers(1, 3))
@@ -307,7 +308,7 @@ def with_way(given: Cluster, profiles: list[Profile], way: str) -> tuple[Cluster
     return msgspec.structs.replace(given, sharding=sharding), profiles
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", sampled(range(24), *range(8)))
 def test_what_a_refusal_proposes_helps_and_is_the_least(seed: int) -> None:
     luck = np.random.default_rng(seed)
     count, shares = int(luck.integers(1, 4)), str(luck.choice(["memory", "memory", "equal"]))
@@ -379,7 +380,7 @@ def in_parts(luck: np.random.Generator) -> InParts:
     )
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", sampled(range(80), *range(26)))
 def test_micro_batches_in_a_pool_are_those_of_brute_force(seed: int) -> None:
     """Every batch in every size of micro-batches, of every worker."""
     luck = np.random.default_rng(seed)

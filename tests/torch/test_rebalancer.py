@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import cache
 from statistics import median
 from typing import ClassVar, cast
 
@@ -41,6 +42,12 @@ def devices(step: int, slowed: int = 100) -> list[Line]:
     return [Line(0.010 * s * f, 0.0008 * s * f) for s, f in zip(SPEEDS, (first, 1, 1, 1), strict=True)]
 
 
+@cache
+def best_seconds(costs: tuple[Line, ...]) -> float:
+    """A round's time with the best split."""
+    return round_seconds(costs, best_split(256, costs, [1] * 4, [256] * 4))
+
+
 def simulate(
     priors: list[Cost] | None, steps: int, noise: float, seed: int, at: Callable[[int], list[Line]] = devices
 ) -> tuple[list[tuple[int, Split]], list[float]]:
@@ -57,8 +64,7 @@ def simulate(
         if coming and coming[0] == step:
             split, coming, seen = coming[1], None, [[] for _ in range(4)]
             changes.append((step, split))
-        best = best_split(256, costs, [1] * 4, [256] * 4)
-        over.append(round_seconds(costs, split) / round_seconds(costs, best))
+        over.append(round_seconds(costs, split) / best_seconds(tuple(costs)))
         for k, cost in enumerate(costs):
             hiccup = 3.0 if luck.random() < 0.02 else 1.0
             seen[k].append(cost.seconds(split[k]) * hiccup * (1 + abs(luck.gauss(0, noise))))

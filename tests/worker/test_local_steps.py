@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE
+from sampled import sampled
 from torch import nn
 from worker_tools import (
     RELATIVE,
@@ -350,7 +351,7 @@ def test_a_residual_is_kept_under_the_number_of_its_push() -> None:
     assert kept == [8, 9, 10]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), *range(6)))
 def test_a_worker_is_at_the_newest_parameters_and_what_they_do_not_have(seed: int) -> None:
     """Local steps, pushes that travel, up to three of them, and arrivals in any order, in whole numbers."""
     draws = random.Random(seed)
