@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -13,21 +12,18 @@ import torch
 
 from pyps import native
 from pyps.profiler.throttle import sleep_until
-from pyps.worker.device.bus import greatest_of
+from pyps.worker.device.bus import Bus, greatest_of
 
 
-class Emulated:
+class Emulated(Bus):
     """A bus of `bytes_per_second` each way, to a device that is not there: its memory is the host's. It
     copies by the processor, so no faster than one of its threads does.
     """
 
-    emulated = True
+    emulated, at_once = True, False
 
     def __init__(self, bytes_per_second: float) -> None:
         self._out, self._in = (_Lane(bytes_per_second, f"pyps-bus-{way}") for way in ("out", "in"))
-
-    def leaving(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def start_to_host(self, to: torch.Tensor, values: torch.Tensor) -> None:
         self._out.copy(to, values)

@@ -17,7 +17,7 @@ from pyps.native.values import PushRequest, PushResult, Tensor
 from pyps.store.codec import Codec, Encoding, encode
 from pyps.worker.device import binding
 from pyps.worker.device.buckets import GradientBuckets, PinnedMemory, buckets_of
-from pyps.worker.device.bus import AtOnce, CudaBus
+from pyps.worker.device.bus import Bus, CudaBus
 from pyps.worker.step.loop import join
 from pyps.worker.step.step import Step
 from pyps.worker.step.transport import Transport
@@ -58,7 +58,7 @@ def test_buckets_cover_every_parameter_once() -> None:
 
 def test_gradients_travel_during_backward_and_changed_ones_again() -> None:
     parameters = layers()
-    buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), size=512)
+    buckets = GradientBuckets(parameters, ELEMENTS, Bus(), size=512)
     to = torch.zeros(ELEMENTS)
     for unused in (None, 2):
         buckets.begin(to)
@@ -88,7 +88,7 @@ def test_what_is_encoded_on_the_way_is_the_c_codecs(codec: Codec, size: int, pus
     scale that changes in the end.
     """
     parameters = layers()
-    buckets = GradientBuckets(parameters, ELEMENTS, AtOnce(), codec, size=size)
+    buckets = GradientBuckets(parameters, ELEMENTS, Bus(), codec, size=size)
     residual, left = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     for step in range(4):
         buckets.begin(torch.zeros(0))
@@ -262,7 +262,7 @@ def test_copies_overlap_backward() -> None:
 
 
 def test_an_unknown_codec_is_not_for_the_device() -> None:
-    buckets = GradientBuckets(layers(), ELEMENTS, AtOnce(), Codec.NF4)
+    buckets = GradientBuckets(layers(), ELEMENTS, Bus(), Codec.NF4)
     buckets.begin(torch.zeros(0))
     with pytest.raises(InputError, match="int8 or int4"):
         buckets.finish()

@@ -33,8 +33,8 @@ from pyps.store.store import Store
 from pyps.worker.background import BackgroundThread
 from pyps.worker.device.attach import Attachment
 from pyps.worker.device.averages import BufferBinding
-from pyps.worker.device.buckets import FORMATS, DirectGradients, GradientBuckets, PinnedMemory
-from pyps.worker.device.bus import AtOnce, Bus, bus_of
+from pyps.worker.device.buckets import FORMATS, DirectGradients, GradientBuckets, PinnedMemory, states_of
+from pyps.worker.device.bus import Bus, bus_of
 
 CLOSE_SECONDS = 10.0  # that the last roundings may take
 Pin = Callable[[NDArray[Any]], object]
@@ -96,7 +96,7 @@ class Binding:
         self._copies = DeviceCopies(
             copied,
             self._elements,
-            self._bus if one_place else AtOnce(),
+            self._bus if one_place else Bus(),
             self._pin,
             early=early and one_place and not direct,
             doubles=overlaps,
@@ -386,7 +386,7 @@ class DeviceCopies:
                 pin(whole.view(torch.uint8).numpy())
                 self._types[p.dtype] = whole
         self._second = [torch.empty_like(p.detach()) for p, _ in self._parts] if early and doubles else []
-        rounds = self._early and bool(self._types) and not isinstance(bus, AtOnce)
+        rounds = self._early and bool(self._types) and not bus.at_once
         self._rounding: BackgroundThread[None] | None = BackgroundThread("pyps-rounding") if rounds else None
         self._submitted = 0  # to it, whose end was not awaited
         self._next = 0  # of the parts: those before are on their way
@@ -513,17 +513,17 @@ class BackwardCheck:
 
     def end(self) -> None:
         """backward() has run."""
-        self._after = _states(self._gradients())
+        self._after = states_of(self._gradients())
 
     def check_unchanged(self) -> None:
         """Raise InputError if a gradient is another one than backward() has left."""
-        if self._after and self._after != _states(self._gradients()):
+        if self._after and self._after != states_of(self._gradients()):
             expected = "attach(clip_norm=), which clips the mean of a round, or a hook of the parameter"
             raise InputError("worker", "step", "gradients changed since worker.backward(loss)", expected)
 
     def begin(self) -> None:
         """A batch goes to the script, which computes its gradient."""
-        self._before, self._after = _states(self._gradients()), []
+        self._before, self._after = states_of(self._gradients()), []
 
     def check(self) -> None:
         """Raise InputError if every gradient is absent or as it was."""
@@ -532,7 +532,3 @@ class BackwardCheck:
                 return
         found = "no gradient since the last batch"
         raise InputError("worker", "step", found, "loss.backward() before each step()")
-
-
-def _states(gradients: Gradients) -> list[tuple[int, int]]:
-    return [(id(g), g._version) if g is not None else (0, 0) for g in gradients]

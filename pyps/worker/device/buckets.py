@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,9 +60,12 @@ class Bucket:
     shipped: list[tuple[int, int]] | None = None
 
     def state(self) -> list[tuple[int, int]]:
-        """Equal as long as every gradient is the same object, and unchanged."""
-        grads = [part.parameter.grad for part in self.parts]
-        return [(0, 0) if g is None else (id(g), g._version) for g in grads]
+        return states_of(part.parameter.grad for part in self.parts)
+
+
+def states_of(gradients: Iterable[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """Return what is equal as long as every gradient is the same object, and unchanged."""
+    return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
 
 
 def buckets_of(

@@ -2,16 +2,13 @@
 
 A device does what it is given in order. A copy to the host begins after what was given to it before; a copy
 to the device begins after that too, and what is given later waits for it where wait_for_device() says so.
-
-    AtOnce     host memory itself: a copy has ended when its call returns
-    CudaBus    a stream each way
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,27 +19,35 @@ LOOKED_AT_ONCE = 1 << 16  # values of half precision, which stay in cache
 INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # the bits of it
 
 
-class Bus(Protocol):
-    """One worker's. `emulated`: parameters in host memory count as those of a device."""
+class Bus:
+    """One worker's. This one is between host memory and itself: a copy has ended when its call returns.
 
-    emulated: bool
+    `emulated`: parameters in host memory count as those of a device.
+    """
+
+    emulated = False
+    at_once = True
 
     def leaving(self) -> AbstractContextManager[None]:
         """The device's work in here begins after what it was given before, and overlaps what it is given
         later. Copies to the host begin in here.
         """
+        return nullcontext()
 
     def start_to_host(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Begin a copy from the device. to: contiguous, of the same shape, perhaps of a wider type."""
+        to.copy_(values)
 
     def start_look(self, flag: torch.Tensor, values: torch.Tensor) -> None:
         """On the way: make `flag`, a value of the device, finite if all of `values` are, and only then."""
+        flag.fill_(greatest_of(values))
 
     def wait_for_host(self) -> None:
         """Return when all copies to the host have ended."""
 
     def start_to_device(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Begin a copy from host memory, of the same type and shape. Perhaps in another thread."""
+        to.copy_(values)
 
     def wait_for_device(self) -> None:
         """Let what the device computes from now on begin after all copies to it."""
@@ -54,49 +59,19 @@ class Bus(Protocol):
         """Parameters take values that copies have brought to the device, once these have ended. The next
         copies to the device begin after that. None of either: only that.
         """
+        for p, came in zip(parameters, values, strict=True):
+            p.copy_(came)
 
     def close(self) -> None:
         """End, after what is under way. Idempotent."""
 
 
-class AtOnce:
-    """Between host memory and itself."""
+class CudaBus(Bus):
+    """A CUDA device's: copies from and to pinned memory are the device's own; others take the host's time.
+    It has a stream each way.
+    """
 
-    emulated = False
-
-    def leaving(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def start_to_host(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        to.copy_(values)
-
-    def start_look(self, flag: torch.Tensor, values: torch.Tensor) -> None:
-        flag.fill_(greatest_of(values))
-
-    def wait_for_host(self) -> None:
-        """Do nothing: copies here have ended."""
-
-    def start_to_device(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        to.copy_(values)
-
-    def wait_for_device(self) -> None:
-        """Do nothing: copies here have ended."""
-
-    def settle(self) -> None:
-        """Do nothing: copies here have ended."""
-
-    def adopt(self, parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        for p, came in zip(parameters, values, strict=True):
-            p.copy_(came)
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-
-class CudaBus:
-    """A CUDA device's: copies from and to pinned memory are the device's own; others take the host's time."""
-
-    emulated = False
+    at_once = False
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda  # its constructors have no types
@@ -158,4 +133,4 @@ def greatest_of(values: torch.Tensor) -> float:
 
 def bus_of(device: torch.device) -> Bus:
     """The bus between host memory and this device."""
-    return CudaBus(device) if device.type == "cuda" else AtOnce()
+    return CudaBus(device) if device.type == "cuda" else Bus()
