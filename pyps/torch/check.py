@@ -6,7 +6,6 @@ compared with the results of the usual mistakes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from pyps.errors import InputError
@@ -27,6 +25,7 @@ from pyps.torch.norm import sees_own_batch_alone
 from pyps.torch.peers import all_copies, parameters_of, peers_of
 from pyps.torch.schedule import PlanLike, read_split
 from pyps.torch.wrapped import REDUCED
+from pyps.torch.wrapped_models import WrappedShards, wrapped_models
 
 TOLERANCE = 1e-3  # relative: well above fp32's rounding, well below the effect of any of the mistakes
 Loss = Callable[..., torch.Tensor]
@@ -92,35 +91,29 @@ def check_gradient(
     with _restored(model, averages.parameters):
         reduced = _reduced(model, loss, batch, averages.parameters, _step_of(model, n))
     error = _Distance(averages.parameters, group)
-    known = _Candidates(right, weighted, averaged, averaged * len(batches), error)
-    return GradientCheck(error(reduced, right), _cause(reduced, known, module, is_sum), batches)
+    # All ranks compute all errors, because some need a sum over the ranks.
+    errors = [error(reduced, other) for other in (right, weighted, averaged, averaged * len(batches))]
+    cause = _cause([one < TOLERANCE for one in errors], module, is_sum)
+    return GradientCheck(errors[0], cause, batches)
 
 
 class _Averages:
     """Averages over ranks of a model's gradients, as a plain backward pass has them; .grad may change."""
 
     def __init__(self, model: Any) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        self._shards: Any = None
-        if isinstance(model, DistributedDataParallel):
-            self.module: nn.Module = model.module
-            self.group: dist.ProcessGroup = model.process_group
-        elif fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule):
-            from pyps.torch.fsdp_shards import ShardedModules
-
-            self.module, self._shards = model, ShardedModules(model)
-            self.group = self._shards.process_group()
-        else:
+        self._wrapped = wrapped_models(model, "check_gradient")[0]
+        if isinstance(self._wrapped, WrappedShards):
             expected = "a DistributedDataParallel, or what fully_shard gives"
-            raise InputError("check_gradient", "model", type(model).__name__, expected)
+            raise InputError("check_gradient", "model", "what shard() gives", expected)
+        self.module: nn.Module = model.module if self._wrapped.is_ddp else model
+        self.group = self._wrapped.group
         self.parameters = [p for p in parameters_of(model) if p.requires_grad]
 
     def of(self, loss: Loss, batch: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
         """The average of each rank's gradient times its scale: float64 [this rank's parameters]."""
         with unweighted():
-            if self._shards is not None:
-                with self._shards.restored():
-                    self._shards.divide_evenly()
+            if not self._wrapped.is_ddp:
+                with self._wrapped.averaged_evenly():
                     return _reduced(self.module, lambda *given: loss(*given) * scale, batch, self.parameters)
             found = torch.autograd.grad(loss(self.module, *batch), self.parameters, allow_unused=True)
         both = zip(self.parameters, found, strict=True)
@@ -129,23 +122,10 @@ class _Averages:
         return flat / dist.get_world_size(self.group)
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """Gradients to compare with: right; the ranks' own, weighted by samples, averaged, or added up."""
-
-    right: torch.Tensor
-    weighted: torch.Tensor
-    averaged: torch.Tensor
-    summed: torch.Tensor
-    error: Callable[[torch.Tensor, torch.Tensor], float]
-
-
-def _cause(found: torch.Tensor, known: _Candidates, module: nn.Module, is_sum: bool) -> Cause:
-    # All ranks compute all errors, because some need a sum over the ranks.
-    near = [
-        known.error(found, other) < TOLERANCE
-        for other in (known.right, known.weighted, known.averaged, known.summed)
-    ]
+def _cause(near: Sequence[bool], module: nn.Module, is_sum: bool) -> Cause:
+    """Say what is likely; near: to the right gradient, to the ranks' own weighted by samples, to these
+    averaged, to these added up.
+    """
     is_right, is_weighted, is_averaged, is_summed = near
     if is_right:
         return Cause.NONE

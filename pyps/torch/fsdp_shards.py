@@ -1,4 +1,4 @@
-"""ShardedModules: all that is used of FSDP2's own objects, in one place.
+"""ShardedModel: all that is used of FSDP2's own objects, in one place.
 
 A model that went through fully_shard has groups of parameters. Each group gathers its parameters before a
 forward or backward pass, and reduces its gradients after the backward pass. torch has public calls to change
@@ -22,47 +22,102 @@ from pyps.torch.waiting import Waiting
 from pyps.torch.wrapped import OPEN, Watcher, Wrapped
 
 COLLECTIVE = ("pre_forward", "pre_backward", "post_backward")  # methods of a group that gather and reduce
-KEPT = (
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "post_forward_mesh_info",
-    "gradient_divide_factor",
-)
+PASSES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+KEPT = (*PASSES, "post_forward_mesh_info", "gradient_divide_factor")
 
 
-class ShardedModules:
-    """The parameter groups of a model. mesh: of the ranks that have different samples.
-
-    Raises InputError for a model whose parts lie on different meshes, and for a torch with other groups.
+class ShardedModel(Wrapped):
+    """What fully_shard gives. Raises InputError for a model whose parts lie on different meshes, and for a
+    torch with other groups.
     """
+
+    is_ddp = False
+    again = "fully_shard() the whole model after unfreezing or adding a layer"
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, torch.nn.Module)
         self._model: Any = model
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        states: list[Any] = [module._get_fsdp_state() for module in modules]
+        states: list[Any] = [
+            module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+        ]
         self._states = list(dict.fromkeys(states))
         self._groups: list[Any] = [group for state in self._states for group in _groups_of(state)]
         known = all(hasattr(group, name) for group in self._groups for name in (*COLLECTIVE, *KEPT))
         if not self._groups or not known:
-            raise InputError(
-                "GlobalMean", "torch", torch.__version__, "one whose FSDP2 is that of 2.11 to 2.13"
-            )
+            expected = "one whose FSDP2 is that of 2.11 to 2.13"
+            raise InputError("GlobalMean", "torch", torch.__version__, expected)
         meshes = {group.mesh_info.mesh for group in self._groups}
         if len(meshes) > 1:
             found = ", ".join(map(str, meshes))
             raise InputError("GlobalMean", "model", f"parts on different meshes: {found}", "one mesh")
-        self.mesh: Any = meshes.pop()
-        self.device: torch.device = self._groups[0].device
+        mesh = meshes.pop()  # of the ranks that have different samples, those with the same shards too (HSDP)
+        group: dist.ProcessGroup = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+        super().__init__(model, group, self._groups[0].device)
 
-    def process_group(self) -> dist.ProcessGroup:
-        """All ranks of the mesh, those that hold the same shards among them (HSDP)."""
-        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten()
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
+    def time_passes(self, waiting: Waiting) -> None:
+        """Count what the groups do in the midst of a pass as waiting, too."""
+        for group in self._groups if not self._is_timed else ():
+            for name in COLLECTIVE:
+                setattr(group, name, _counted(getattr(group, name), waiting))
+        super().time_passes(waiting)
 
-    def stay_whole(self, last: bool) -> None:
+    def watch(self) -> None:
+        """Refuse a backward pass with a graph of its own too, after which FSDP2 loses gradients."""
+        super().watch()
+        for group in self._groups:
+            group.pre_backward = _outermost(group.pre_backward)
+
+    def watch_own(self, watcher: Watcher) -> None:
+        for group in self._groups:
+            group.post_backward = _watched(group, group.post_backward, watcher)
+
+    def _sharded(self) -> Iterator[Any]:
+        """FSDP2's own objects of all parameters."""
+        return chain.from_iterable(group.fsdp_params for group in self._groups)
+
+    def reduced(self) -> list[torch.nn.Parameter]:
+        return [one.sharded_param for one in self._sharded() if one.sharded_param.requires_grad]
+
+    def _known(self) -> set[int]:
+        """While parameters are gathered, modules have others in their place."""
+        every = [(one.sharded_param, getattr(one, "_unsharded_param", None)) for one in self._sharded()]
+        return {id(shown) for shown in chain.from_iterable(every)}
+
+    def reduces(self) -> bool:
+        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+
+    def check_pass(self) -> None:
+        """Raise InputError if a script lets gradients be divided by another number than that of ranks."""
+        ranks = dist.get_world_size(self.group)
+        factors = {group.gradient_divide_factor for group in self._groups} - {None, ranks}
+        if factors:
+            expected = "no call of it: GlobalMean weighs the gradients"
+            raise InputError("GlobalMean", "set_gradient_divide_factor()", f"{min(factors):g}", expected)
+
+    @contextmanager
+    def averaged_evenly(self) -> Iterator[None]:
+        """Within it, a backward pass averages over ranks, whatever factor was set."""
+        with self._restored():
+            for group in self._groups:
+                group.gradient_divide_factor = None
+            yield
+
+    @contextmanager
+    def micro_batch(self, last: bool, whole: bool) -> Iterator[None]:
+        if whole:  # ranks have unlike numbers of passes, so parameters are gathered once
+            with self._restored():
+                self._stay_whole(last)
+                yield
+        elif last:
+            yield
+        else:
+            self._model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                self._model.set_requires_gradient_sync(True)
+
+    def _stay_whole(self, last: bool) -> None:
         """The next pass finds parameters gathered if one was before; only the last one frees and reduces.
 
         A pass without gradients leaves its order of modules behind, and torch would gather by it again.
@@ -74,33 +129,8 @@ class ShardedModules:
         self._model.set_reshard_after_backward(last)
         self._model.set_requires_gradient_sync(last)
 
-    def check_divisor(self, ranks: int) -> None:
-        """Raise InputError if a script lets gradients be divided by another number than that of ranks."""
-        factors = {group.gradient_divide_factor for group in self._groups} - {None, ranks}
-        if factors:
-            expected = "no call of it: GlobalMean weighs the gradients"
-            raise InputError("GlobalMean", "set_gradient_divide_factor()", f"{min(factors):g}", expected)
-
-    def divide_evenly(self) -> None:
-        """The next backward pass averages over ranks, whatever factor was set."""
-        for group in self._groups:
-            group.gradient_divide_factor = None
-
-    def reduces(self) -> bool:
-        """Return whether the next backward pass reduces gradients over all ranks."""
-        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-
     @contextmanager
-    def without_reducing(self) -> Iterator[None]:
-        """Within it, gradients are kept on their rank."""
-        self._model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._model.set_requires_gradient_sync(True)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         """At the end, all is as it was set before."""
         self._states[0]._lazy_init()  # sets some of it
         before = [[getattr(group, name) for name in KEPT] for group in self._groups]
@@ -113,83 +143,6 @@ class ShardedModules:
                     setattr(group, name, value)
             for state, value in zip(self._states, last, strict=True):
                 state._state_ctx.is_last_backward = value
-
-    def parameters(self) -> Iterator[Any]:
-        """FSDP2's own objects of all parameters."""
-        return chain.from_iterable(group.fsdp_params for group in self._groups)
-
-    def refuse_inner_passes(self) -> None:
-        """Refuse a backward pass with a graph of its own, after which FSDP2 loses gradients."""
-        for group in self._groups:
-            group.pre_backward = _outermost(group.pre_backward)
-
-    def on_gradients(self, watcher: Watcher) -> None:
-        """Call it with each parameter and this rank's gradient of it, before that is reduced."""
-        for group in self._groups:
-            group.post_backward = _watched(group, group.post_backward, watcher)
-
-    def count_waits(self, waiting: Waiting) -> None:
-        """From now on what the groups do in the midst of a pass counts as waiting."""
-        for group in self._groups:
-            for name in COLLECTIVE:
-                setattr(group, name, _counted(getattr(group, name), waiting))
-
-
-class ShardedModel(Wrapped):
-    """Hold what fully_shard gives."""
-
-    is_ddp = False
-
-    def __init__(self, model: FSDPModule) -> None:
-        assert isinstance(model, torch.nn.Module)
-        self.shards = ShardedModules(model)
-        super().__init__(model, self.shards.process_group(), self.shards.device)
-
-    def time_passes(self, waiting: Waiting) -> None:
-        if not self._is_timed:
-            self.shards.count_waits(waiting)
-        super().time_passes(waiting)
-
-    def watch(self) -> None:
-        super().watch()
-        self.shards.refuse_inner_passes()
-
-    def watch_own(self, watcher: Watcher) -> None:
-        self.shards.on_gradients(watcher)
-
-    def reduced(self) -> list[torch.nn.Parameter]:
-        return [one.sharded_param for one in self.shards.parameters() if one.sharded_param.requires_grad]
-
-    def _known(self) -> set[int]:
-        """While parameters are gathered, modules have others in their place."""
-        every = [
-            (one.sharded_param, getattr(one, "_unsharded_param", None)) for one in self.shards.parameters()
-        ]
-        return {id(shown) for shown in chain.from_iterable(every)}
-
-    def reduces(self) -> bool:
-        return self.shards.reduces()
-
-    def refused(self) -> InputError | None:
-        return None
-
-    def check_pass(self) -> None:
-        self.shards.check_divisor(dist.get_world_size(self.group))
-
-    @contextmanager
-    def micro_batch(self, last: bool, whole: bool) -> Iterator[None]:
-        if whole:  # ranks have unlike numbers of passes, so parameters are gathered once
-            with self.shards.restored():
-                self.shards.stay_whole(last)
-                yield
-        elif last:
-            yield
-        else:
-            with self.shards.without_reducing():
-                yield
-
-    def _again(self) -> str:
-        return "fully_shard() the whole model after unfreezing or adding a layer"
 
 
 def _groups_of(state: Any) -> list[Any]:

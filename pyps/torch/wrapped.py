@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -57,6 +57,7 @@ class Wrapped(ABC):
     """
 
     is_ddp: bool
+    again: str  # what to do about other parameters
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         self.model, self.group, self.device = model, group, device
@@ -86,13 +87,16 @@ class Wrapped(ABC):
     def reduces(self) -> bool:
         """Return whether the next backward pass reduces gradients."""
 
-    @abstractmethod
     def refused(self) -> InputError | None:
         """Return what a GlobalMean refuses of the model."""
+        return None
 
-    @abstractmethod
-    def check_pass(self) -> None:
+    def check_pass(self) -> None:  # noqa: B027 - shard() has nothing that could be in the way
         """Raise InputError for what a pass cannot be weighed with."""
+
+    def averaged_evenly(self) -> AbstractContextManager[None]:
+        """Within it, a backward pass averages over ranks, whatever a script has set."""
+        return nullcontext()
 
     @abstractmethod
     def micro_batch(self, last: bool, whole: bool) -> AbstractContextManager[None]:
@@ -110,7 +114,7 @@ class Wrapped(ABC):
         reduced = self._known()
         for name, p in self.model.named_parameters():
             if p.requires_grad and id(p) not in reduced:
-                expected = f"parameters that train when the model is wrapped; {self._again()}"
+                expected = f"parameters that train when the model is wrapped; {self.again}"
                 raise InputError(
                     "GlobalMean", name, "a parameter that trains and that nothing reduces", expected
                 )
@@ -135,10 +139,6 @@ class Wrapped(ABC):
     def _known(self) -> set[int]:
         """The identities of what the model's modules show of the parameters that are reduced."""
         return {id(p) for p in self.reduced()}
-
-    @abstractmethod
-    def _again(self) -> str:
-        """Return what to do about other parameters."""
 
     def watch(self) -> None:
         """Note the arrival of gradients, and refuse it outside a backward pass of a GlobalMean."""

@@ -27,6 +27,7 @@ class WrappedDDP(Wrapped):
     """A DistributedDataParallel."""
 
     is_ddp = True
+    again = "make DistributedDataParallel anew after unfreezing or adding a layer"
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         first = next(iter(parameters_of(ddp)))
@@ -47,7 +48,7 @@ class WrappedDDP(Wrapped):
         number = int(self._ddp._get_ddp_logging_data()["num_parameter_tensors"])
         if number != len(self._reduced):
             found = f"{len(self._reduced)} parameters that train, of which it reduces {number}"
-            return InputError("GlobalMean", "model", found, f"the same; {self._again()}")
+            return InputError("GlobalMean", "model", found, f"the same; {self.again}")
         return None
 
     def check_pass(self) -> None:
@@ -84,14 +85,12 @@ class WrappedDDP(Wrapped):
         found: AbstractContextManager[None] = nullcontext() if last else self._ddp.no_sync()
         return found
 
-    def _again(self) -> str:
-        return "make DistributedDataParallel anew after unfreezing or adding a layer"
-
 
 class WrappedShards(Wrapped):
     """A model that went through shard()."""
 
     is_ddp = False
+    again = "shard() the whole model after adding a layer"
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.run = run_of(model)
@@ -119,12 +118,6 @@ class WrappedShards(Wrapped):
     def reduces(self) -> bool:
         return self.run.ends_round
 
-    def refused(self) -> InputError | None:
-        return None
-
-    def check_pass(self) -> None:
-        return None
-
     @contextmanager
     def micro_batch(self, last: bool, whole: bool) -> Iterator[None]:
         """Each pass is reduced as it ends, and adds up on owners; ranks with unlike numbers of passes hold
@@ -140,19 +133,18 @@ class WrappedShards(Wrapped):
             if whole and last:
                 self.run.let_all_go()
 
-    def _again(self) -> str:
-        return "shard() the whole model after adding a layer"
 
-
-def wrapped_models(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Wrapped]:
-    """Each of one or several models. Raises InputError for one without DDP or fully_shard."""
+def wrapped_models(
+    model: torch.nn.Module | Sequence[torch.nn.Module], where: str = "GlobalMean"
+) -> list[Wrapped]:
+    """Each of one or several models. Raises InputError, of `where`, for one without DDP or fully_shard."""
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     if not models:
-        raise InputError("GlobalMean", "model", "none", "at least one")
-    return [_wrapped(one) for one in models]
+        raise InputError(where, "model", "none", "at least one")
+    return [_wrapped(one, where) for one in models]
 
 
-def _wrapped(model: torch.nn.Module) -> Wrapped:
+def _wrapped(model: torch.nn.Module, where: str) -> Wrapped:
     plain = getattr(model, "_orig_mod", model)
     if isinstance(plain, DistributedDataParallel):
         return WrappedDDP(plain)
@@ -161,7 +153,7 @@ def _wrapped(model: torch.nn.Module) -> Wrapped:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
     if fsdp is None or not hasattr(fsdp, "FSDPModule") or not isinstance(plain, fsdp.FSDPModule):
         expected = "a DistributedDataParallel, or what fully_shard or shard gives"
-        raise InputError("GlobalMean", "model", type(plain).__name__, expected)
+        raise InputError(where, "model", type(plain).__name__, expected)
     from pyps.torch.fsdp_shards import ShardedModel
 
     return ShardedModel(plain)
