@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,31 +19,32 @@ if TYPE_CHECKING:
     from pyps.torch.wrapped import Wrapped
 
 
-class Mean(Protocol):
-    """The part of a GlobalMean that the loops use."""
+class MicroBatches:
+    """The loops over a step's passes, whose losses are plain means; only the last pass reduces. A
+    GlobalMean has the attributes.
+    """
 
     models: list[Wrapped]
     group: dist.ProcessGroup
     device: torch.device
     sampler: Rounds | None
-    calls: int
+    calls: int  # backward passes that reduced since the last step
+    _empty = False  # the next pass computes no samples of its own
 
-    def samples_now(self) -> int | None: ...
+    def accumulate(
+        self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
+    ) -> Iterator[Any]:
+        """Cut this rank's batch into micro-batches, for a loop that calls backward() for each.
 
-    def repeats(self, empty: bool) -> None: ...
-
-
-class MicroBatches:
-    """The loops over a step's passes, whose losses are plain means; only the last pass reduces."""
-
-    def __init__(self, mean: Mean) -> None:
-        self._mean = mean
-
-    def cut(self, batch: Any, parts: int | Sequence[int] | None, most: int | None) -> Iterator[Any]:
-        """Cut it as GlobalMean.accumulate()."""
+        batch: tensors with samples in the first dimension, lists with an entry for each sample, and tuples
+        and dicts of them. parts: how many, or how many on each rank. most: in place of parts, the samples of
+        a micro-batch that fit this rank's memory. Each loss is the plain mean over its micro-batch, not
+        divided by their number. Raises InputError for fewer than one part or sample, and for a batch that
+        cannot be cut by samples.
+        """
         if (parts is None) == (most is None):
             raise InputError("accumulate", "parts, most", f"{parts}, {most}", "one of them")
-        whole, known = isinstance(parts, Sequence), self._mean.samples_now()
+        whole, known = isinstance(parts, Sequence), self.samples_now()
         rows = samples_of(batch) if known is None else known
         if most is not None:
             _check_number("most", most)
@@ -51,7 +52,7 @@ class MicroBatches:
             parts = self._largest(parts) if self._meets_in_passes() else parts
         if isinstance(parts, Sequence):
             self._check_alike("accumulate", parts)
-            parts = parts[dist.get_rank(self._mean.group)]
+            parts = parts[dist.get_rank(self.group)]
         assert parts is not None
         _check_number("parts", parts)
         number = parts if not whole and self._meets_in_passes() else min(parts, rows)
@@ -61,14 +62,24 @@ class MicroBatches:
         return self._passes(source, len(cuts), whole, min(rows, len(cuts)))
 
     def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
-        """Yield rounds as GlobalMean.rounds()."""
-        sampler = self._mean.sampler
-        if sampler is None:
+        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
+
+        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
+        """
+        if self.sampler is None:
             raise InputError("rounds", "sampler", "None", "GlobalMean(model, sampler)")
-        parts = sampler.accumulations
+        parts = self.sampler.accumulations
         self._check_alike("rounds", parts)
-        own, whole = parts[dist.get_rank(self._mean.group)], len(set(parts)) > 1
-        return self._rounds(loader, own, whole)
+        return self._rounds(loader, parts[dist.get_rank(self.group)], len(set(parts)) > 1)
+
+    def repeats(self, empty: bool) -> None:
+        """Set whether the next pass computes samples that another one counts: its gradient counts 0 times."""
+        self._empty = empty
+
+    def samples_now(self) -> int | None:
+        """This rank's samples of the batch that is computed now; None where no sampler tells."""
+        sampler = self.sampler
+        return None if sampler is None or sampler.accumulation > 1 else sampler.samples_now()
 
     def _rounds(self, loader: Any, own: int, whole: bool) -> Iterator[Iterator[Any]]:
         source = iter(loader)
@@ -81,28 +92,28 @@ class MicroBatches:
 
     def _passes(self, source: Iterator[Any], count: int, whole: bool, filled: int) -> Iterator[Any]:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
-        number, calls = 0, self._mean.calls
+        number, calls = 0, self.calls
         try:
             for number, micro in enumerate(islice(source, count), 1):
-                self._mean.repeats(number > filled)
+                self.repeats(number > filled)
                 with ExitStack() as stack:
-                    for one in self._mean.models:
+                    for one in self.models:
                         stack.enter_context(one.micro_batch(number == count, whole))
                     yield micro
         finally:
-            self._mean.repeats(False)
+            self.repeats(False)
         if number < count:
             raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
-        if self._mean.calls == calls:
+        if self.calls == calls:
             found = "a last one without mean.backward(), which reduces the gradients of all"
             raise InputError("accumulate", "micro-batches", found, "mean.backward() for each")
 
     def _meets_in_passes(self) -> bool:
         """Return whether ranks wait for each other within each pass."""
-        return any(not one.is_ddp for one in self._mean.models) or self._waits_in_layers()
+        return any(not one.is_ddp for one in self.models) or self._waits_in_layers()
 
     def _waits_in_layers(self) -> bool:
-        layers = (layer for one in self._mean.models for layer in one.model.modules())
+        layers = (layer for one in self.models for layer in one.model.modules())
         return any(isinstance(layer, UnevenSyncBatchNorm) for layer in layers)
 
     def _check_alike(self, where: str, parts: Sequence[int]) -> None:
@@ -113,8 +124,8 @@ class MicroBatches:
 
     def _largest(self, own: int) -> int:
         """Return the largest of all ranks."""
-        found = torch.tensor(own, device=self._mean.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mean.group)
+        found = torch.tensor(own, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return int(found)
 
 

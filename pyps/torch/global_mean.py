@@ -103,7 +103,7 @@ class _Held:
         return torch.where(total > 0, self.loss / torch.where(total > 0, total, 1.0), 0.0)
 
 
-class GlobalMean:
+class GlobalMean(MicroBatches):
     """Backward passes whose gradients are those of the loss over all ranks' samples.
 
     model: a DistributedDataParallel, what fully_shard gives, or several that one loss goes through; compiled
@@ -139,18 +139,16 @@ class GlobalMean:
         self.asks = self.asked = False  # a decision about the split: this rank, any rank
         self.share: Number | None = None  # this rank's of the latest pass's items; None: of sums
         self.late: Number = 1.0  # what gradients were multiplied with after their reduction
-        self.calls = 0  # backward passes that reduced since the last step
+        self.calls = 0
         self.passes = 1  # micro-batches of the latest of them on this rank
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
         self._held: _Held | None = None
-        self._empty = False  # the next pass computes no samples of its own
         self.compared: list[Callable[[], dict[str, Any]]] = []  # more fields that all ranks have alike
         self._unit: Any = 1.0  # what counts of micro-batches are divided by, so that 16 bits do not overflow
         self._own_counts: set[tuple[str, int]] = set()  # sums whose divisor was found to be a count
         self._losses: Callable[[], torch.Tensor | None] = lambda: None
         self._late: list[tuple[Any, torch.Tensor, str]] = []
         self._is_walked = False
-        self._micro_batches = MicroBatches(self)
         self._wire = first.install_wire(wire, scaler) if wire != "same" else None
         for one in self.models:
             one.watch()
@@ -257,35 +255,6 @@ class GlobalMean:
         if self.sampler is not None:
             self.sampler.end_step(rounds, self.passes)
         self.calls = 0
-
-    def accumulate(
-        self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
-    ) -> Iterator[Any]:
-        """Cut this rank's batch into micro-batches, for a loop that calls backward() for each.
-
-        batch: tensors with samples in the first dimension, lists with an entry for each sample, and tuples
-        and dicts of them. parts: how many, or how many on each rank. most: in place of parts, the samples of
-        a micro-batch that fit this rank's memory. Each loss is the plain mean over its micro-batch, not
-        divided by their number. Raises InputError for fewer than one part or sample, and for a batch that
-        cannot be cut by samples.
-        """
-        return self._micro_batches.cut(batch, parts, most)
-
-    def rounds(self, loader: Any) -> Iterator[Iterator[Any]]:
-        """Each round's micro-batches, of a loader whose sampler accumulates; as in accumulate().
-
-        Raises InputError without a sampler, and for a round whose micro-batches were not all taken.
-        """
-        return self._micro_batches.rounds(loader)
-
-    def repeats(self, empty: bool) -> None:
-        """Set whether the next pass computes samples that another one counts: its gradient counts 0 times."""
-        self._empty = empty
-
-    def samples_now(self) -> int | None:
-        """This rank's samples of the batch that is computed now; None where no sampler tells."""
-        sampler = self.sampler
-        return None if sampler is None or sampler.accumulation > 1 else sampler.samples_now()
 
     def meeting_groups(self) -> list[Any]:
         """The groups in which the script may let ranks wait for each other; None stands for no group."""
