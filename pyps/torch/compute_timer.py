@@ -13,21 +13,11 @@ if TYPE_CHECKING:
     from pyps.torch.global_mean import GlobalMean
 
 TIMED = ("cpu", "cuda")  # elsewhere a clock would time the launch of work, not the work
+OwnTime = tuple[Any, Any, list[tuple[Any, Any]]]  # a step's begin and end, and its waits
 
 
-class OwnTime:
-    """A rank's own part of a step; on CUDA its seconds are known when the events are over."""
-
-    def __init__(self, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> None:
-        self._began, self._ended, self._waits = began, ended, waits
-
-    @property
-    def known(self) -> bool:
-        return isinstance(self._ended, float) or bool(self._ended.query())
-
-    @property
-    def seconds(self) -> float:
-        return _between(self._began, self._ended) - sum(_between(*wait) for wait in self._waits)
+def _is_over(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
 
 
 def _between(began: Any, ended: Any) -> float:
@@ -72,9 +62,9 @@ class ComputeTimer:
     def finished(self) -> list[tuple[Any, float]]:
         """(label, seconds) of the steps whose time is known by now, each once."""
         known = []
-        while self._pending and self._pending[0][1].known:
-            label, own = self._pending.pop(0)
-            known.append((label, own.seconds))
+        while self._pending and _is_over(self._pending[0][1][1]):
+            label, (began, ended, waits) = self._pending.pop(0)
+            known.append((label, _between(began, ended) - sum(_between(*wait) for wait in waits)))
         return known
 
     def open(self) -> None:
@@ -100,7 +90,7 @@ class ComputeTimer:
     def ready(self, mark: Any) -> None:
         """This rank has all gradients of a pass; the step's last one counts."""
         if self._began is not None:
-            self._ended = OwnTime(self._began, mark, list(self._waits))
+            self._ended = self._began, mark, list(self._waits)
 
     def waited(self, began: Any, ended: Any) -> None:
         """A wait of this rank."""

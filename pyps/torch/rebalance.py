@@ -47,6 +47,7 @@ from pyps.torch.global_mean import GlobalMean
 from pyps.torch.noise import GradientNoise
 from pyps.torch.rounds import Rounds
 
+FIGURES = ("batch", "seconds", "slowdown", "waiting", "held_bytes")  # of a rank
 IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 
@@ -182,16 +183,19 @@ class Rebalancer:
         balancer.levels, balancer.history = known.levels or [], known.history
         balancer.corrected = known.corrected
 
-    def scalars(self) -> dict[str, float]:
-        """Figures for any logger: batch, times and bytes by rank; imbalance; changes so far."""
-        found = {"replans": float(len(self.history))}
-        for state in self.states:
-            fields = ("batch", "seconds", "slowdown", "waiting", "held_bytes")
-            found |= {f"rank{state.rank}/{field}": float(getattr(state, field)) for field in fields}
+    def readings(self) -> list[Reading]:
+        """Batch, times and bytes by rank; imbalance; changes so far."""
+        found = [Reading("replans", float(len(self.history)))]
+        for one in self.states:
+            found += [Reading(name, float(getattr(one, name)), one.rank) for name in FIGURES]
         if self.states:
             seconds = [state.seconds for state in self.states]
-            found["imbalance"] = max(seconds) / (sum(seconds) / len(seconds)) - 1
+            found.append(Reading("imbalance", max(seconds) / (sum(seconds) / len(seconds)) - 1))
         return found
+
+    def scalars(self) -> dict[str, float]:
+        """The readings for any logger, those of a rank as rank0/batch."""
+        return {f"rank{r.rank}/{r.name}" if r.rank is not None else r.name: r.value for r in self.readings()}
 
     def report(self) -> str:
         """A table of the latest window, one line a rank: which ranks are slow, which wait for them, and the
@@ -301,17 +305,12 @@ def to_sink(sink: Sink, noise: GradientNoise | None = None) -> Observer:
 
     def observe(balance: Rebalancer) -> None:
         nonlocal written
-        found = balance.scalars()
+        found = balance.readings()
         if noise is not None and (scale := noise.scale) is not None:
-            found["noise_scale"] = scale
-        sink.write(balance.steps, [_reading(name, value) for name, value in found.items()])
+            found.append(Reading("noise_scale", scale))
+        sink.write(balance.steps, found)
         for change in balance.history[written:]:
             sink.note(change.step, str(change))
         written = len(balance.history)
 
     return observe
-
-
-def _reading(name: str, value: float) -> Reading:
-    rank, _, field = name.rpartition("/")
-    return Reading(field, value, int(rank.removeprefix("rank")) if rank else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -41,14 +40,6 @@ Names = tuple[str, ...]
 Exchange = Callable[[Names, torch.Tensor], None]  # sums a bucket of these parameters over the ranks, in place
 
 
-@dataclass
-class GradientBytes:
-    """Bytes that this rank has sent for gradients, and bytes that an fp32 ring all-reduce would have sent."""
-
-    sent: int = 0
-    fp32: int = 0
-
-
 def install_wire(ddp: torch.nn.Module, wire: Wire, scaler: Any = None) -> GradientWire:
     """Let a model send its gradients in another type than their own, from its next backward pass on.
 
@@ -70,10 +61,10 @@ def install_wire(ddp: torch.nn.Module, wire: Wire, scaler: Any = None) -> Gradie
 
 
 class GradientWire:
-    """A model's communication hook. `bytes`: what was sent so far; `name`: the type."""
+    """A model's communication hook. `name`: the type."""
 
     def __init__(self, ddp: DistributedDataParallel, name: Wire, scaler: Any) -> None:
-        self.name, self.bytes, self._scaler = name, GradientBytes(), scaler
+        self.name, self._scaler = name, scaler
         self._ddp, self._group, self._ranks = ddp, ddp.process_group, ddp.process_group.size()
         self._residuals = Residuals(ddp.module.named_parameters())
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
@@ -97,7 +88,6 @@ class GradientWire:
     def average(self, bucket: GradBucket) -> Reduced:
         """DDP's communication hook: the bucket's mean over all ranks."""
         buffer, last = bucket.buffer(), self._is_last(bucket)
-        self.bytes.fp32 += 8 * buffer.numel() * (self._ranks - 1) // self._ranks
         if self.name in HALVES:
             return self._average_half(buffer)
         done: Reduced = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
@@ -120,7 +110,6 @@ class GradientWire:
 
     def _average_half(self, buffer: torch.Tensor) -> Reduced:
         message = buffer.div_(self._ranks).to(HALVES[self.name])  # divided first: a sum may overflow in f16
-        self.bytes.sent += 2 * message.numel() * message.element_size() * (self._ranks - 1) // self._ranks
         work = dist.all_reduce(message, group=self._group, async_op=True)
         future: Reduced = work.get_future()
 
@@ -151,7 +140,7 @@ class GradientWire:
         unit = float(self._scaler.get_scale()) if scaled else 1.0
         kept = self._residuals.of(names, buffer)
         values = buffer.to(torch.float32, copy=True).div_(self._ranks).add_(kept, alpha=unit)
-        total, error, sent = quantized_sum(QUANTIZED[self.name], values, self._group)
+        total, error = quantized_sum(QUANTIZED[self.name], values, self._group)
         if unit != 1.0:
             error.div_(unit)
         if total.device.type == "cpu" and torch.isfinite(total.sum()):
@@ -159,7 +148,6 @@ class GradientWire:
         else:
             # Where the mean is not finite the old errors stay: a scaler drops this step.
             kept.copy_(torch.where(torch.isfinite(total), error, kept))
-        self.bytes.sent += sent
         buffer.copy_(total)
 
 
@@ -265,13 +253,8 @@ class Regrouped:
         return dict(zip(names, torch.split(whole, sizes), strict=True))
 
 
-def packed_bytes(form: BlockFormat, values: int) -> int:
-    """Bytes that `values`, a multiple of the block, take with their scales."""
-    return form.code_bytes(values) + values // form.block * SCALE_BYTES
-
-
 def encode(form: BlockFormat, values: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, n], n a multiple of the block -> uint8 [rows, packed_bytes(n)]: scales, then codes."""
+    """float32 [rows, n], n a multiple of the block -> uint8 [rows, bytes]: scales, then codes."""
     rows = values.shape[0]
     blocks = values.reshape(rows, -1, form.block)
     codes, scales = quantize(blocks, block_maxima(blocks), form)
@@ -289,8 +272,8 @@ def decode(form: BlockFormat, packed: torch.Tensor, values: int) -> torch.Tensor
 
 def quantized_sum(
     form: BlockFormat, values: torch.Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The sum over ranks of float32 [n], this rank's error [n] to add next time, and the bytes it sent.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over ranks of float32 [n], and this rank's error [n] to add next time.
 
     Stage 1: each rank cuts its vector into N parts, encodes each and sends part j to rank j (all_to_all).
     Rank j sums the parts it receives, in rank order. Stage 2: rank j encodes its sum and sends it to all
@@ -311,7 +294,7 @@ def quantized_sum(
     for piece in pieces:
         piece.finish()
     total, error = (torch.cat(parts) for parts in zip(*((p.total, p.error) for p in pieces), strict=True))
-    return total, error, sum(piece.sent_bytes for piece in pieces)
+    return total, error
 
 
 class _Piece:
@@ -330,7 +313,6 @@ class _Piece:
         self._sent = encode(form, padded)
         self._received = torch.empty_like(self._sent)
         self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
-        self.sent_bytes = 2 * (self._ranks - 1) * self._sent.shape[1]
         self._error = padded - decode(form, self._sent, self._part)
 
     def reduce(self) -> None:

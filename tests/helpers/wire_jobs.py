@@ -33,8 +33,8 @@ def half_errors(group: Group, wire: Any, options: dict[str, Any]) -> list[float]
     return errors
 
 
-def feedback_left(group: Group, wire: Any, reload: bool, scale: float, static: bool) -> tuple[float, ...]:
-    """After 6 rounds: how far sent + kept is from put in; the same without kept; the share of fp32's bytes.
+def feedback_left(group: Group, wire: Any, reload: bool, scale: float, static: bool) -> tuple[float, float]:
+    """After 6 rounds: how far sent + kept is from put in; the same without kept.
 
     Buckets are small and cut anew after the first round; with `reload`, another hook goes on from the state.
     scale: that of a GradScaler, which halves in the middle.
@@ -66,7 +66,7 @@ def feedback_left(group: Group, wire: Any, reload: bool, scale: float, static: b
     residuals = hook.state_dict()["residuals"]
     kept = flat(residuals[name] for name, _ in alone.named_parameters()).to(DEVICE)
     dist.all_reduce(kept, group=group)
-    return off(sent + kept.cpu(), put_in), off(sent, put_in), hook.bytes.sent / hook.bytes.fp32
+    return off(sent + kept.cpu(), put_in), off(sent, put_in)
 
 
 def one_bad_value(group: Group, bits: int) -> tuple[int, bool, bool]:
@@ -75,7 +75,7 @@ def one_bad_value(group: Group, bits: int) -> tuple[int, bool, bool]:
     values = torch.randn(2000, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(DEVICE)
     if dist.get_rank(group) == 1:
         values[codec.block + 3] = torch.nan
-    total, _, _ = quantized_sum(codec, values, group)
+    total, _ = quantized_sum(codec, values, group)
     bad = total.isnan()
     copies: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(copies, total.nan_to_num(7), group=group)
