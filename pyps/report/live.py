@@ -20,6 +20,7 @@ from pyps.report.steps import (
     RankTime,
     applied_steps,
     bottleneck,
+    by_rank,
     idle_share,
     is_applied,
     iteration_times,
@@ -242,10 +243,8 @@ class Tracker:
 
     def _times(self) -> dict[int, RankTime]:
         """The time of the last steps, by rank."""
-        mine: dict[int, list[StepRecord]] = {}
-        for _, record in self._window:
-            if not record.fenced:  # a stopped worker's step says nothing of the usual ones
-                mine.setdefault(record.rank, []).append(record)
+        # A stopped worker's step says nothing of the usual ones.
+        mine = by_rank(record for _, record in self._window if not record.fenced)
         return {
             rank: RankTime(rank, self._names.get(rank, ""), len(found), phase_totals(found))
             for rank, found in mine.items()
@@ -260,9 +259,7 @@ class Tracker:
         now: float,
     ) -> list[LiveRank]:
         """All ranks of the store; those of the run, while there is none."""
-        late: dict[int, list[StepRecord]] = {}
-        for record in applied:
-            late.setdefault(record.rank, []).append(record)
+        late = by_rank(applied)
         found = [
             self._rank(rank, times.get(rank), mean_staleness(late.get(rank, ())))
             for rank in (self._specs if state is None else range(len(state.ranks)))

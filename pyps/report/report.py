@@ -33,6 +33,7 @@ from pyps.report.steps import (
     absent_seconds,
     applied_steps,
     between,
+    by_rank,
     distribution,
     idle_share,
     is_applied,
@@ -216,8 +217,8 @@ def make_report(
     resumed = [e.monotonic_seconds for e in events if e.kind == "resumed"]
     training, paused = training_time(records), pauses(records, resumed)
     kept, applied = without_startup_wait(records), applied_steps(records)
-    by_rank = _by_rank(setup, kept)
-    ranks = [rank_report(rank, by_rank[rank.rank], events, totals, training, paused) for rank in setup.ranks]
+    mine = by_rank(kept, [rank.rank for rank in setup.ranks])
+    ranks = [rank_report(rank, mine[rank.rank], events, totals, training, paused) for rank in setup.ranks]
     crowd = crowding(setup, ranks)
     times = distribution(iteration_times(applied, setup.global_batch, resumed))
     predicted = setup.predicted_iteration_seconds
@@ -241,13 +242,13 @@ def make_report(
         restarts=sum(e.kind == "restarted" for e in events),
         ranks=ranks,
         error=error,
-        replans=[*(e.detail for e in events if e.kind == "replanned"), *mode_changes(by_rank)],
+        replans=[*(e.detail for e in events if e.kind == "replanned"), *mode_changes(mine)],
         loss_first=losses[0].loss if losses else None,
         loss_last=recent_loss(applied, setup.global_batch),
         loss=thinned(losses),
         short_rounds=None if short is None else len(short),
         short_versions=(short or [])[:MOST_VERSIONS],
-        stragglers=[*straggler_lines(setup.ranks, by_rank)],
+        stragglers=[*straggler_lines(setup.ranks, mine)],
         advice=[
             *filter(None, (loading_advice(rank, crowd) for rank in ranks)),
             *filter(None, [rate_advice(setup.policy, applied, losses, setup.global_batch)]),
@@ -258,14 +259,6 @@ def make_report(
         undone=sum(event.pushes or 0 for event in events),
         checkpoint=next((e.detail for e in reversed(events) if e.kind == "checkpoint"), ""),
     )
-
-
-def _by_rank(setup: RunSetup, records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
-    """The steps of each rank that the run started, and of those that came later."""
-    found: dict[int, list[StepRecord]] = {rank.rank: [] for rank in setup.ranks}
-    for record in records:
-        found.setdefault(record.rank, []).append(record)
-    return found
 
 
 def _sample_counts(requested: int, ranks: Sequence[RankReport], totals: StoreTotals) -> SampleCounts:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from pyps.formats.plan import TurnSchedule
 from pyps.formats.records import StepRecord
-
-NonNegative = Annotated[int, Meta(ge=0)]
+from pyps.report.steps import NonNegative
 
 
 class TurnsReport(msgspec.Struct, frozen=True):

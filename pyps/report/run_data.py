@@ -17,10 +17,10 @@ from pyps.formats import Plan, read_plan
 from pyps.formats.events import EVENTS, RunEvent, read_events
 from pyps.formats.records import StepRecord, read_run
 from pyps.formats.setup import RunSetup, read_setup
-from pyps.report.report import Report, RunOutcome, StoreTotals, make_report, read_report
-from pyps.report.steps import applied_steps
+from pyps.report.report import REPORT, Report, RunOutcome, StoreTotals, make_report, read_report
+from pyps.report.steps import applied_steps, by_rank
 
-REPORT_FILE, PLAN_FILE = "report.json", "plan.json"
+PLAN_FILE = "plan.json"
 SAME = ("policy", "seed", "samples", "even")  # on every host
 
 
@@ -45,7 +45,7 @@ def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
     paths = tuple(Path(folder) for folder in folders)
     setups = [read_setup(path) for path in paths]
     setup = _joined(paths, setups)
-    logs = [HostLog(read_run(path), _events(path)) for path in paths]
+    logs = [HostLog(read_run(path), events_of(path)) for path in paths]
     _check_apart(paths, logs)
     logs = on_one_clock(logs)
     records = sorted(
@@ -65,14 +65,15 @@ def load_run(folders: Sequence[str | os.PathLike[str]]) -> RunData:
 
 def _report(path: Path, events: Sequence[RunEvent]) -> Report | None:
     """The report in a folder; None if there is none, or only that of an earlier part of the run."""
-    if not (path / REPORT_FILE).exists():
+    if not (path / REPORT).exists():
         return None
-    report, parts = read_report(path / REPORT_FILE), sum(event.kind == "resumed" for event in events)
+    report, parts = read_report(path / REPORT), sum(event.kind == "resumed" for event in events)
     is_last = len(report.resumed_at) == parts and (not events or events[-1].kind == "ended")
     return report if is_last else None
 
 
-def _events(path: Path) -> list[RunEvent]:
+def events_of(path: Path) -> list[RunEvent]:
+    """The events of the run in a folder, if it has any."""
     return read_events(path / EVENTS) if (path / EVENTS).exists() else []
 
 
@@ -93,12 +94,8 @@ def _check_apart(paths: Sequence[Path], logs: Sequence[HostLog]) -> None:
     """Check that of a rank in two folders one ends before the other begins; else they are of two runs."""
     seen: dict[int, list[tuple[int, int, Path]]] = {}
     for path, log in zip(paths, logs, strict=True):
-        versions: dict[int, list[int]] = {}
-        for record in applied_steps(log.records):
-            if record.version:
-                versions.setdefault(record.rank, []).append(record.version)
-        for rank, found in versions.items():
-            low, high = min(found), max(found)
+        for rank, mine in by_rank(r for r in applied_steps(log.records) if r.version).items():
+            low, high = mine[0].version, mine[-1].version
             for first, last, other in seen.get(rank, ()):
                 if low <= last and first <= high:
                     both = f"versions {low} to {high} of rank {rank}; {other} has {first} to {last}"
@@ -111,9 +108,8 @@ def _totals(reports: Sequence[Report], setup: RunSetup) -> StoreTotals:
     if not reports:
         return StoreTotals()
     ranks = {r.rank: r for report in reports for r in report.ranks}
-    if len(ranks) < len(setup.ranks) or sorted(ranks) != list(range(len(ranks))):
-        return StoreTotals(max(r.versions for r in reports), max(r.samples.dropped for r in reports))
-    every = [ranks[k] for k in sorted(ranks)]
+    has_all = len(ranks) >= len(setup.ranks) and sorted(ranks) == list(range(len(ranks)))
+    every = [ranks[k] for k in sorted(ranks)] if has_all else []
     return StoreTotals(
         versions=max(r.versions for r in reports),
         dropped=max(r.samples.dropped for r in reports),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -16,7 +16,7 @@ from pyps.formats.setup import RankSpec
 from pyps.report.charts import Bar, bars, lanes_chart, line_chart, share_bar, stacked
 from pyps.report.report import rank_time
 from pyps.report.run_data import RunData
-from pyps.report.steps import between, pauses, version_times
+from pyps.report.steps import between, by_rank, passings, pauses, training_time, version_times
 
 MOST_LANES = 64
 CLOSE_UP_STEPS = 10.0
@@ -49,26 +49,13 @@ def sections(run: RunData) -> list[Section]:
     return [section for section in made if section.body]
 
 
-def _by_rank(records: Sequence[StepRecord]) -> defaultdict[int, list[StepRecord]]:
-    found: defaultdict[int, list[StepRecord]] = defaultdict(list)
-    for record in records:
-        found[record.rank].append(record)
-    return found
-
-
-def origin_of(records: Sequence[StepRecord]) -> float:
-    """When the first step began to compute."""
-    computed = [begin for r in records for kind, begin, _ in r.spans if kind == "compute"]
-    return min(computed, default=min(r.spans[0][1] for r in records if r.spans))
-
-
 def _timeline(run: RunData) -> str:
     records = [r for r in run.records if r.spans]
-    begin, end = origin_of(records), max(r.spans[-1][2] for r in records)
+    begin, end = training_time(records)
     if end <= begin:
         return ""
     ranks, kinds = run.setup.ranks[:MOST_LANES], kinds_in(records)
-    parts, mine = [_shares_table(run, ranks)], _by_rank(records)
+    parts, mine = [_shares_table(run, ranks)], by_rank(records, [r.rank for r in ranks])
     pieces = pieces_for(len(ranks))
     whole = [(_lane(r), stacked(shares(mine[r.rank], begin, end, pieces))) for r in ranks]
     parts.append(f"<h3>The whole run</h3>{lanes_chart(whole, 0.0, end - begin, kinds)}")
@@ -117,32 +104,18 @@ def _loss(run: RunData) -> str:
 
 def _steps(run: RunData) -> str:
     """The time of a global batch, as the median of pieces of the run."""
-    B, found = run.report.global_batch, []
-    began, before = 0.0, 0
-    origin = origin_of([r for r in run.records if r.spans])
+    origin, _ = training_time(run.records)
     resumed = [event.monotonic_seconds for event in run.events if event.kind == "resumed"]
-    paused = [(a - origin, b - origin) for a, b in pauses(run.records, resumed)]
-    for t, samples in _samples_over_time(run):
-        if samples - before >= B:
-            found.append((t, 1e3 * between(began, t, paused) * B / (samples - before)))
-            began, before = t, samples
-    if len(found) < 3:
+    paused = pauses(run.records, resumed)
+    done = (done for _, done in sorted(version_times([r for r in run.records if r.spans]).items()))
+    ends = [moment for moment, _ in passings(done, run.report.global_batch)]
+    if len(ends) < 3:
         return ""
-    xs, ys = _thinned([t for t, _ in found[1:]], [ms for _, ms in found[1:]])
+    times = [1e3 * between(a, b, paused) for a, b in pairwise(ends)]
+    xs, ys = _thinned([end - origin for end in ends[1:]], times)
     predicted = run.report.predicted_iteration_seconds
     reference = ("plan", 1e3 * predicted) if predicted else None
     return line_chart("measured", xs, ys, "ms", reference=reference)
-
-
-def _samples_over_time(run: RunData) -> list[tuple[float, int]]:
-    """Seconds since the first step began, and the samples in the parameters by then."""
-    records = [r for r in run.records if r.spans]
-    origin = origin_of(records)
-    found, total, latest = [(0.0, 0)], 0, 0.0
-    for _, (done, samples) in sorted(version_times(records).items()):
-        total, latest = total + samples, max(latest, done - origin)
-        found.append((latest, total))
-    return found
 
 
 def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -61,6 +61,14 @@ def applied_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
     return sorted(applied, key=attrgetter("version", "rank"))
 
 
+def by_rank(records: Iterable[StepRecord], ranks: Iterable[int] = ()) -> dict[int, list[StepRecord]]:
+    """The records of each rank, in their order; of these ranks also where there are none."""
+    found: dict[int, list[StepRecord]] = {rank: [] for rank in ranks}
+    for record in records:
+        found.setdefault(record.rank, []).append(record)
+    return found
+
+
 def _taken_at(record: StepRecord) -> float:
     return record.admitted_at or (record.spans[-1][2] if record.spans else 0.0)
 
@@ -127,7 +135,7 @@ def between(begin: float, end: float, paused: Sequence[tuple[float, float]]) -> 
 def loss_points(records: Sequence[StepRecord], global_batch: int) -> list[LossPoint]:
     """A point for each global batch of samples: the mean loss of its samples, where it was recorded."""
     applied = [r for r in applied_steps(records) if r.spans]
-    began = min((b for r in applied for kind, b, _ in r.spans if kind == "compute"), default=0.0)
+    began, _ = training_time(applied)
     points, total, sum_, weight, latest = [], 0, 0.0, 0, 0.0
     for k, r in enumerate(applied):
         latest = max(latest, r.spans[-1][2] - began)
@@ -181,8 +189,10 @@ def short_rounds(records: Sequence[StepRecord], setup: RunSetup) -> list[int] | 
 
 def training_time(records: Sequence[StepRecord]) -> tuple[float, float]:
     """When the first step of any rank began to compute, and when the last one ended; zeros without steps."""
-    begin = min((b for r in records for kind, b, _ in r.spans if kind == "compute"), default=0.0)
-    return begin, max((r.spans[-1][2] for r in records if r.spans), default=begin)
+    shown = [r for r in records if r.spans]
+    first = min((r.spans[0][1] for r in shown), default=0.0)
+    begin = min((b for r in shown for kind, b, _ in r.spans if kind == "compute"), default=first)
+    return begin, max((r.spans[-1][2] for r in shown), default=begin)
 
 
 def absent_seconds(

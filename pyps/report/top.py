@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 
 from pyps.errors import InputError, PypsError, SegmentNotFound
-from pyps.formats.events import EVENTS, RunEvent, read_events
+from pyps.formats.events import RunEvent
 from pyps.formats.records import RunReader
 from pyps.formats.setup import SETUP_FILE, VARIABLE, read_setup
 from pyps.remote import open_store
 from pyps.remote.address import is_address
 from pyps.report.live import LiveRun, Tracker
+from pyps.report.run_data import events_of
 from pyps.store.activity import StoreActivity, look
 from pyps.store.policies import policy_name
 from pyps.store.segments import segments
@@ -85,7 +86,7 @@ class StoreTop:
     def _figures(self, store: Store, state: StoreActivity) -> TopStore:
         if self._run_dir is None and not is_address(self.name):
             self._find_run(state)
-        events = _events(self._run_dir) if self._run_dir is not None else []
+        events = events_of(self._run_dir) if self._run_dir is not None else []
         records = self._records.new() if self._records is not None else []
         status, turns = state.status, state.status.turn_rank >= 0
         return TopStore(
@@ -109,7 +110,7 @@ class StoreTop:
 
     def _follow(self, folder: Path) -> None:
         """Read the run in a folder from now on. Raises InputError."""
-        setup, events = read_setup(folder), _events(folder)
+        setup, events = read_setup(folder), events_of(folder)
         began = [e.monotonic_seconds for k, e in enumerate(events) if e.kind == "resumed" or not k]
         self._tracker = Tracker(setup, began[-1] if began else 0.0, local=not is_address(self.name))
         self._run_dir, self._records = folder, RunReader(folder)
@@ -133,10 +134,6 @@ def find_stores(target: str | None) -> list[StoreTop]:
     return [StoreTop(target)]
 
 
-def _events(run_dir: Path) -> list[RunEvent]:
-    return read_events(run_dir / EVENTS) if (run_dir / EVENTS).exists() else []
-
-
 def _now(events: Sequence[RunEvent]) -> float:
     """The present time on the clock of the run's host, which may be another one than this."""
     if not events:
@@ -146,7 +143,7 @@ def _now(events: Sequence[RunEvent]) -> float:
 
 def _without_store(run_dir: Path) -> str:
     """Why a run has no store."""
-    events = _events(run_dir)
+    events = events_of(run_dir)
     if events and events[-1].kind == "ended":
         return f"the run has ended ({events[-1].detail}; see pyps report {run_dir})"
     return f"no store: the run starts, or its launcher was killed (see pyps report {run_dir})"

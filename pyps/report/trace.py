@@ -14,6 +14,7 @@ from pyps.formats.events import RunEvent
 from pyps.formats.options import MAX_DEPTH
 from pyps.formats.records import Span, StepRecord, split_spans
 from pyps.formats.setup import RankSpec
+from pyps.report.steps import by_rank
 
 MICROSECONDS = 1e6
 TRACKS = 100_000  # of one process; counted from 1, since Perfetto keeps thread 0 for the idle task
@@ -39,12 +40,9 @@ def make_trace(
     origin = min(begins, default=0.0)
     first = (process - 1) * TRACKS  # viewers need track numbers that are unique over processes
     rows = [_metadata("process_name", 0, title), *_named(LAUNCHER_TRACK, "launcher", -1)]
-    by_rank: dict[int, list[StepRecord]] = {spec.rank: [] for spec in ranks}
-    for record in records:
-        by_rank.setdefault(record.rank, []).append(record)
     for spec in ranks:
         rows += _named(spec.rank + 1, f"rank {spec.rank}: {spec.name}, b = {spec.batch}", spec.rank)
-    for rank, mine in by_rank.items():
+    for rank, mine in by_rank(records, [spec.rank for spec in ranks]).items():
         rows += _rank_rows(rank, mine, origin)
     rows += [_instant_event(event, origin) for event in events]
     for row in rows:
