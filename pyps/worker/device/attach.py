@@ -55,6 +55,7 @@ KINDS = {
 REFUSED_OPTIONS = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 POLL_SECONDS = 0.02, 0.2  # at first and later; only while the segment does not exist yet
+USUAL = Hyper(0.0)  # what a group that lacks a constant has
 constants = lru_cache(maxsize=256)(Hyper)  # one object for equal ones, as they are from step to step
 
 
@@ -171,40 +172,26 @@ def hyper_of(attachment: Attachment) -> tuple[Hyper, ...]:
 
     Raises InputError if a schedule raises momentum in a store made without it.
     """
-    groups = [(k, attachment.optimizer.param_groups[k]) for k in attachment.groups]
-    if attachment.kind in (Optimizer.ADAMW, Optimizer.ADAM, Optimizer.ADAGRAD):
-        return tuple(
-            constants(
-                lr=float(g["lr"]),
-                weight_decay=float(g["weight_decay"]),
-                betas=_betas(g),
-                eps=float(g["eps"]),
-                lr_decay=float(g.get("lr_decay", 0.0)),
-                clip_norm=attachment.clip_norm,
-            )
-            for _, g in groups
-        )
-    return tuple(_sgd(k, g, attachment.kind, attachment.clip_norm) for k, g in groups)
+    return tuple(_constants(k, attachment.optimizer.param_groups[k], attachment) for k in attachment.groups)
 
 
-def _betas(group: dict[str, Any]) -> tuple[float, float]:
-    first, second = group.get("betas", (0.9, 0.999))
-    return float(first), float(second)
-
-
-def _sgd(index: int, group: dict[str, Any], kind: Optimizer, clip_norm: float) -> Hyper:
-    momentum = float(group["momentum"])
-    if momentum > 0.0 and kind is Optimizer.SGD:
+def _constants(index: int, group: dict[str, Any], attachment: Attachment) -> Hyper:
+    momentum = float(group.get("momentum", 0.0))
+    if momentum > 0.0 and attachment.kind is Optimizer.SGD:
         where = f"optimizer.param_groups[{index}].momentum"
         raise InputError("step", where, str(momentum), "momentum above 0 from the beginning, or never")
+    first, second = group.get("betas", USUAL.betas)
     return constants(
         lr=float(group["lr"]),
         weight_decay=float(group["weight_decay"]),
+        betas=(float(first), float(second)),
+        eps=float(group.get("eps", USUAL.eps)),
+        lr_decay=float(group.get("lr_decay", 0.0)),
         momentum=momentum,
         # torch ignores dampening where there is no momentum; the store's momentum buffer must see none either
         dampening=float(group["dampening"]) if momentum > 0.0 else 0.0,
-        nesterov=bool(group["nesterov"]) and momentum > 0.0,
-        clip_norm=clip_norm,
+        nesterov=momentum > 0.0 and bool(group["nesterov"]),
+        clip_norm=attachment.clip_norm,
     )
 
 

@@ -72,7 +72,8 @@ class LocalState:
         optimizers: Sequence[torch.optim.Optimizer],
         names: Mapping[int, str] | None = None,
     ) -> None:
-        self._settings, self._optimizers = settings, optimizers
+        self._resume, self._optimizers = settings.resume, optimizers
+        self._run_dir, self._rank = settings.run_dir, settings.rank
         self._kind = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
         self._parameters = [f"{(names or {}).get(id(p), '')} {list(p.shape)}".lstrip() for p in parameters]
@@ -85,17 +86,16 @@ class LocalState:
         that the run was resumed from; warns if there is none. Raises InputError for another optimizer's,
         or that of other parameters.
         """
-        run_dir, rank = self._settings.run_dir, self._settings.rank
         found: dict[int, Path] = {}
-        if run_dir is not None:
-            found = states_of(run_dir, rank)
-            for left in (run_dir / FOLDER).glob(f".*-{rank}-*.tmp"):  # by a process that was killed
+        if self._run_dir is not None:
+            found = states_of(self._run_dir, self._rank)
+            for left in (self._run_dir / FOLDER).glob(f".*-{self._rank}-*.tmp"):  # of a killed process
                 left.unlink(missing_ok=True)
         older = (number for number in found if number <= pushes - self._newest)
         self._saved.extend(sorted(older))  # nothing else of so long ago was kept
         if pushes == 0:
             return
-        path = found.get(pushes) or self._in_checkpoint(checkpoint_file(rank), pushes)
+        path = found.get(pushes) or self._in_checkpoint(checkpoint_file(self._rank), pushes)
         if path is None:
             self._warn(pushes, "its optimizer begins anew: no file of its state")
             return
@@ -105,10 +105,9 @@ class LocalState:
         """Give what the codes of this rank's first `pushes` pushes have not carried, from where load() looks;
         warns if there is nothing.
         """
-        run_dir, rank = self._settings.run_dir, self._settings.rank
-        path = residual_file(run_dir, rank, pushes) if run_dir is not None else None
+        path = None if self._run_dir is None else residual_file(self._run_dir, self._rank, pushes)
         if path is None or not path.exists():
-            path = self._in_checkpoint(checkpoint_residual(rank), pushes)
+            path = self._in_checkpoint(checkpoint_residual(self._rank), pushes)
         if pushes == 0 or path is None:
             if pushes:
                 self._warn(pushes, "its error feedback begins anew: no file of its residual")
@@ -121,14 +120,14 @@ class LocalState:
             raise InputError(str(path), "", str(error).lower(), "a residual") from None
 
     def _warn(self, pushes: int, what: str) -> None:
-        warnings.warn(f"rank {self._settings.rank}, after {pushes} pushes: {what}", stacklevel=5)
+        warnings.warn(f"rank {self._rank}, after {pushes} pushes: {what}", stacklevel=5)
 
     def _in_checkpoint(self, name: str, pushes: int) -> Path | None:
         """A file of that checkpoint, if it was written after as many pushes of this rank."""
-        if self._settings.resume is None:
+        if self._resume is None:
             return None
-        folder = find_checkpoint(self._settings.resume)
-        is_of = (folder / name).exists() and _pushes_in(folder, self._settings.rank) == pushes
+        folder = find_checkpoint(self._resume)
+        is_of = (folder / name).exists() and _pushes_in(folder, self._rank) == pushes
         return folder / name if is_of else None
 
     def _put(self, path: Path) -> None:
@@ -147,17 +146,16 @@ class LocalState:
 
     def save(self, pushes: int) -> None:
         """Write the state for the push that will be the rank's number `pushes`; warns once if that fails."""
-        states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
-        kept = {"kind": self._kind, "parameters": self._parameters, "state": states}
-        run_dir, rank = self._settings.run_dir, self._settings.rank
-        if run_dir is not None:
-            self._write(state_file(run_dir, rank, pushes), *for_file(kept))
+        if self._run_dir is not None:
+            states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
+            kept = {"kind": self._kind, "parameters": self._parameters, "state": states}
+            self._write(state_file(self._run_dir, self._rank, pushes), *for_file(kept))
 
     def save_residual(self, pushes: int, values: Flat) -> None:
         """Write what the codes of that push do not carry; warns as save()."""
-        run_dir, rank = self._settings.run_dir, self._settings.rank
-        if run_dir is not None:
-            self._write(residual_file(run_dir, rank, pushes), {RESIDUAL: torch.from_numpy(values)})
+        if self._run_dir is not None:
+            path = residual_file(self._run_dir, self._rank, pushes)
+            self._write(path, {RESIDUAL: torch.from_numpy(values)})
 
     def _write(
         self, path: Path, tensors: dict[str, torch.Tensor], described: dict[str, str] | None = None
@@ -176,7 +174,7 @@ class LocalState:
 
     def move_up(self, first: int, last: int) -> None:
         """The push before number `first` was not admitted: those from there to `last` have one less each."""
-        run_dir, rank = self._settings.run_dir, self._settings.rank
+        run_dir, rank = self._run_dir, self._rank
         if run_dir is None:
             return
         for number in range(first, last + 1):
@@ -191,7 +189,7 @@ class LocalState:
 
         pushes: of the rank that were admitted. saved: of these, those in the store's last saved state.
         """
-        run_dir, rank = self._settings.run_dir, self._settings.rank
+        run_dir, rank = self._run_dir, self._rank
         if run_dir is None:
             return
         if saved not in self._saved:

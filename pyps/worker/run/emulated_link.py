@@ -13,7 +13,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -41,20 +41,16 @@ class Direction(Enum):
     FROM_STORE = "down"
 
 
-class Lane(Protocol):
-    """One direction of a link. Times are those of time.monotonic_ns()."""
-
-    def carry(self, size: int, begin: int) -> int:
-        """Return when a message of `size` bytes that comes at `begin` has passed; that time."""
-
-
 class PrivateLane:
-    """The messages are one worker's, and follow one another."""
+    """One direction of a link, of one worker's messages, which follow one another. Times are those of
+    time.monotonic_ns().
+    """
 
     def __init__(self, link: LinkSpec) -> None:
         self._link, self._free_at, self._began = link, 0, time.monotonic_ns()
 
     def carry(self, size: int, begin: int) -> int:
+        """Return when a message of `size` bytes that comes at `begin` has passed; that time."""
         begin = max(begin, self._free_at)
         if not self._link.slower:
             self._free_at = begin + round(size / self._link.bytes_per_second / NANOSECOND)
@@ -66,9 +62,10 @@ class PrivateLane:
 
 
 class SharedLane:
-    """Messages of several processes divide the bandwidth; the file at `path` has those that are under way.
+    """As PrivateLane, of several processes, whose messages divide the bandwidth.
 
-    A worker that is killed leaves its message there, which passes all the same.
+    The file at `path` has those that are under way. A worker that is killed leaves its message there, which
+    passes all the same.
     """
 
     def __init__(self, bytes_per_second: float, path: Path) -> None:
@@ -125,7 +122,7 @@ class EmulatedLinks:
         sleep_until(self.send(direction, size))
 
 
-def _lane(link: LinkSpec, direction: Direction, folder: Path | None) -> Lane:
+def _lane(link: LinkSpec, direction: Direction, folder: Path | None) -> PrivateLane | SharedLane:
     if not link.shared or folder is None:
         return PrivateLane(link)
     boot = BOOT_ID.read_text().strip()

@@ -55,7 +55,7 @@ def launched_mode(
 
     Raises InputError if the plan has no bits and is asked for them, or the policy allows no pipeline.
     """
-    planned = planned_mode(plan, worker)
+    planned = Mode() if plan is None or worker is None else plan.mode_of(worker)
     push, pull, depth = planned.push, planned.pull, planned.depth
     if wanted.codec == FROM_PLAN:
         push, pull = _planned_codecs(plan, worker, where)
@@ -69,14 +69,6 @@ def launched_mode(
     if depth > 1:
         check_pipeline(policy)
     return Mode(push=push, pull=pull, depth=depth)
-
-
-def planned_mode(plan: Plan | None, worker: PlanWorker | None) -> Mode:
-    """Return the mode that the plan names for a worker; serial at 32 bits if it names none.
-
-    worker: None: one that the plan does not have.
-    """
-    return Mode() if plan is None or worker is None else plan.mode_of(worker)
 
 
 def choices_of(plan: Plan, policy: Policy) -> ModeChoices:

@@ -7,7 +7,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -45,24 +44,56 @@ SINGLE = "for the gradient of a single process: GroupNorm or LayerNorm, or Batch
 TRANSFER_ROUND_TIMEOUTS = 4.0  # that a transfer may take: it waits twice, for up to two
 
 
-@dataclass(frozen=True)
 class Attached:
-    """A model's way to the store and back."""
+    """A model's way to the store and back.
 
-    model: nn.Module
-    attachment: Attachment
-    binding: Binding
-    needs: PolicyNeeds
-    budget: AnnouncedBudget | None  # where the policy resizes batches
-    client: StoreClient
-    transport: Transport
-    optimizer: OptimizerSteps
-    schedule: RunSchedule
-    global_batch: int
-    local: LocalSteps | None
-    weights: Weights
-    changes: ScriptChanges
-    rule: RuleWatch
+    model, attachment: what of it is in the store, which the worker has joined. schedule: of the worker's
+    optimizer. settings: of the run. local: the worker's own optimizer, where it takes local steps. report:
+    gets each step that was sent, once its outcome is known. `budget`: where the policy resizes batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attachment: Attachment,
+        store: Store,
+        schedule: RunSchedule,
+        settings: Settings,
+        local: LocalSteps | None,
+        report: StepCallback,
+    ) -> None:
+        self.model, self.attachment, self.schedule, self.local = model, attachment, schedule, local
+        self.needs = needs = store.policy_needs()
+        if store.layout.ranks > 1 and settings.rank == 0 and normalized_by_batch(model):
+            warnings.warn(f"{OWN_BATCHES}; {SINGLE}", stacklevel=3)
+        check_depth(settings.most_depth, store)
+        merges, optimizer = local.merges if local is not None else 0, store.layout.optimizer
+        rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
+        # Whether the worker goes on along its own gradients, which it needs as they are.
+        follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
+        if settings.rank == 0 and follows:
+            warnings.warn(loss_of_pipeline(optimizer, settings.most_depth), stacklevel=3)
+        self.binding = _binding_of(attachment, store, settings, local is not None, follows)
+        self.budget = _budget_of(self.binding, store, settings, local is not None, follows)
+        self.client = StoreClient(store, settings.pull_codec, budget=self.budget)
+        self.global_batch = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
+        self.transport = Transport(
+            self.client,
+            self.binding,
+            report,
+            rules,
+            encoding=settings.encoding,
+            modes=_mode_balancer(settings, self.client),
+            own=Onward(optimizer, store.tensors, self.global_batch) if follows else None,
+            timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
+            merge=local.merge if local is not None else None,
+        )
+        rounds = needs.waits_for_rounds or needs.collects_pushes
+        self.weights = Weights(rounds=rounds and store.layout.ranks > 1, local=local is not None)
+        self.optimizer = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
+        stored = {} if local is not None else {e.name: e.parameter for e in attachment.entries}
+        self.changes = ScriptChanges(stored)
+        self.rule = RuleWatch(needs.lets_ranks_rest and not store.policy_params().backup)
 
     def refresh(self, step: Step | None) -> int:
         """Pull one single version into the model, after any transfer under way; the version. step: the one
@@ -112,73 +143,10 @@ class Attached:
         )
 
 
-def attached(
-    model: nn.Module,
-    attachment: Attachment,
-    store: Store,
-    schedule: RunSchedule,
-    settings: Settings,
-    local: LocalSteps | None,
-    report: StepCallback,
-) -> Attached:
-    """Put a model on a store that the worker has joined.
-
-    model, attachment: what of it is in the store. schedule: of the worker's optimizer. settings: of the run.
-    local: the worker's own optimizer, where it takes local steps. report: gets each step that was sent, once
-    its outcome is known.
-    """
-    needs = store.policy_needs()
-    if store.layout.ranks > 1 and settings.rank == 0 and normalized_by_batch(model):
-        warnings.warn(f"{OWN_BATCHES}; {SINGLE}", stacklevel=3)
-    check_depth(settings.most_depth, store)
-    merges, optimizer = local.merges if local is not None else 0, store.layout.optimizer
-    rules = StepRules(settings.depth, needs, store.layout.ranks, local is not None, merges)
-    follows = follows_own(rules, optimizer, lookahead=settings.policy.looks_ahead)
-    if settings.rank == 0 and follows:
-        warnings.warn(loss_of_pipeline(optimizer, settings.most_depth), stacklevel=3)
-    binding = _binding_of(attachment, store, settings, local is not None, follows)
-    budget = _budget_of(binding, store, settings, local is not None, follows)
-    client = StoreClient(store, settings.pull_codec, budget=budget)
-    whole = sum(settings.batches) or sum(rank.batch for rank in store.ranks())
-    transport = Transport(
-        client,
-        binding,
-        report,
-        rules,
-        encoding=settings.encoding,
-        modes=_mode_balancer(settings, client) if settings.choices is not None else None,
-        own=Onward(optimizer, store.tensors, whole) if follows else None,
-        timeout=TRANSFER_ROUND_TIMEOUTS * max(1.0, settings.policy.round_timeout_seconds),
-        merge=local.merge if local is not None else None,
-    )
-    rounds = needs.waits_for_rounds or needs.collects_pushes
-    weights = Weights(rounds=rounds and store.layout.ranks > 1, local=local is not None)
-    steps = OptimizerSteps(attachment.optimizer, (e.parameter for e in attachment.entries))
-    stored = {} if local is not None else {e.name: e.parameter for e in attachment.entries}
-    return Attached(
-        model,
-        attachment,
-        binding,
-        needs,
-        budget,
-        client,
-        transport,
-        steps,
-        schedule,
-        whole,
-        local,
-        weights,
-        ScriptChanges(stored),
-        RuleWatch(needs.lets_ranks_rest and not store.policy_params().backup),
-    )
-
-
 def _binding_of(
     attachment: Attachment, store: Store, settings: Settings, local: bool, follows: bool
 ) -> Binding:
-    """Return the model's way to and from staging buffers. local: with local steps. follows: the worker goes
-    on along its own gradients, which it needs as they are.
-    """
+    """Return the model's way to and from staging buffers. local: with local steps."""
     needs, plain = store.policy_needs(), not local and not follows
     return Binding(
         attachment,
@@ -197,7 +165,7 @@ def _binding_of(
 def _budget_of(
     binding: Binding, store: Store, settings: Settings, local: bool, follows: bool
 ) -> AnnouncedBudget | None:
-    """Return how many samples fit, where the policy resizes batches. local, follows: as for `_binding_of`."""
+    """Return how many samples fit, where the policy resizes batches."""
     if not store.policy_needs().resizes_batches:
         return None
     vectors = onward_vectors(store.layout.optimizer, settings.depth) if follows else 0

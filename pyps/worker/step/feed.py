@@ -9,13 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Self
 
 from pyps.native.values import Claim
 from pyps.worker.data.loader import Loader, LoaderOptions, Positions
 from pyps.worker.data.samples import Draw, Source, seed_generators
-from pyps.worker.run.settings import Settings
 from pyps.worker.step.client import StoreClient
 from pyps.worker.step.step import Step
 
@@ -31,10 +29,6 @@ class RoundForecast:
         self._stride, self._limit = round_samples, limit
         self._last: Claim | None = None
         self._holds = True
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(sum(settings.batches), settings.samples)
 
     def observe(self, claim: Claim) -> None:
         """Take in the claim of the step under way. After a wrong forecast the next one must hold first."""
@@ -173,5 +167,5 @@ class BatchFeed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -69,7 +68,7 @@ from pyps.worker.run.position import (
     warn_of_other_constants,
 )
 from pyps.worker.run.settings import Settings, check_agreed
-from pyps.worker.step.attached import Attached, DivergenceCheck, attached, shorten_tracebacks
+from pyps.worker.step.attached import Attached, DivergenceCheck, shorten_tracebacks
 from pyps.worker.step.feed import BatchFeed, RoundForecast
 from pyps.worker.step.step import Step, number_of
 from pyps.worker.step.transport import Transport
@@ -229,7 +228,7 @@ class Worker:
         resumed = settings if resume is None else replace(settings, resume=Path(resume))
         store, pushes = self._join(resumed, attachment, timeout)
         local = local_steps_of(settings, store, chosen, attachment.entries, clip_norm, pushes, merges)
-        self._attached = attached(model, attachment, store, schedule, self.settings, local, self._report)
+        self._attached = Attached(model, attachment, store, schedule, self.settings, local, self._report)
         self._attached.client.idle = self._notice.idle
         if is_local or not schedule:
             warn_of_other_constants(store, hyper_of(attachment), "begins with", ON_SCHEDULE)
@@ -296,12 +295,12 @@ class Worker:
         """
         attached, settings = self._require(), self.settings
         attached.changes.check()
-        ranks = self.store.layout.ranks
+        ranks, ahead = self.store.layout.ranks, attached.needs.allows_pipeline
         source = make_source(dataset, collate_fn, settings.seed, self.rank, ranks, sharded=sharded)
         _check_length(source.length, settings.dataset_size)
         warn_of_a_stream_anew(source, self.store, self.rank)
         options = LoaderOptions(num_workers, prefetch, loader_options | {"pin_memory": pin_memory})
-        forecast = None if attached.needs.allows_pipeline else RoundForecast.of(settings)
+        forecast = None if ahead else RoundForecast(sum(settings.batches), settings.samples)
         client, transport = attached.client, attached.transport
         epochs = Epochs(on_epoch, self.refresh, self.store, self.rank, settings.run_dir) if on_epoch else None
         with BatchFeed(source, options, client, transport.claim_ahead, self._at_once, forecast) as feed:
@@ -466,7 +465,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _require(self) -> Attached:

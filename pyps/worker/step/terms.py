@@ -155,7 +155,7 @@ class _Walk:
         elif name in LINEAR:
             yield from _linear(path, node)
         elif not _of_parameters(node):
-            raise _unknown(name)
+            raise _refused(name, HINTS.get(name, INSTEAD))
 
     def reduce(self, path: _Path, kept: Number | None) -> None:
         """Note a term: a mean over `kept`, or a sum where it is None. Refuse what is not over samples."""
@@ -241,7 +241,7 @@ def _selected(node: Node) -> tuple[Node, int] | None:
         if edge is None:
             return None
         if type(node).__name__ in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == 0:
-            return edge[0], _shape(edge)[0]
+            return edge[0], shape_of(edge)[0]
         node = edge[0]
     return None
 
@@ -308,12 +308,12 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(spread.to_local())
 
 
-def _shape(edge: tuple[Node, int]) -> tuple[int, ...]:
+def shape_of(edge: tuple[Node, int]) -> tuple[int, ...]:
     return tuple(edge[0]._input_metadata[edge[1]].shape)
 
 
 def _numel(edge: tuple[Node, int]) -> int:
-    return math.prod(_shape(edge)) if edge[0] is not None else 1
+    return math.prod(shape_of(edge)) if edge[0] is not None else 1
 
 
 def _of_losses(edge: tuple[Node, int]) -> bool:
@@ -324,10 +324,10 @@ def _of_losses(edge: tuple[Node, int]) -> bool:
         if node is None or (node, output) in seen:
             continue
         seen.add((node, output))
-        if not _shape((node, output)):
+        if not shape_of((node, output)):
             continue
         name = type(node).__name__
-        if name not in LINEAR and name not in PRODUCTS and name not in ("StackBackward0", "CatBackward0"):
+        if name not in THROUGH and name not in ("StackBackward0", "CatBackward0"):
             return False
         if len(seen) > FEW * len(node.next_functions):
             return False
@@ -345,7 +345,7 @@ def _of_parameters(node: Node) -> bool:
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False  # an input that asks for its own gradient
             continue
-        if name not in OF_PARAMETERS and name not in LINEAR and name not in PRODUCTS:
+        if name not in OF_PARAMETERS and name not in THROUGH:
             return False
         for below, _ in node.next_functions:
             if below is None:
@@ -382,10 +382,9 @@ def _chain(node: Node) -> Iterator[Node]:
 
 def _dims(node: Node) -> set[int]:
     """The dimensions over which a reduction goes; all where it names none."""
-    sizes = node._saved_self_sym_sizes
-    named = node._saved_dim
-    dims = range(len(sizes)) if named is None or len(named) == 0 else named
-    return {int(d) if d < len(sizes) else int(d) - 2**64 + len(sizes) for d in dims}
+    many, named = len(_sizes(node)), node._saved_dim
+    dims = range(many) if named is None or len(named) == 0 else named
+    return {int(d) if d < many else int(d) - 2**64 + many for d in dims}
 
 
 def _nested(node: Node, name: str, kept: Number | None) -> Number | None:
@@ -400,7 +399,7 @@ def _nested(node: Node, name: str, kept: Number | None) -> Number | None:
             raise _refused(
                 "a loss that DataParallel gathered", "DistributedDataParallel, a process for each device"
             )
-        if inner in ("VarBackward0", "StdBackward0") and 0 in _spread(below):
+        if inner in ("VarBackward0", "StdBackward0") and 0 in _dims(below):
             raise _refused(f"{inner} over the samples of a batch", INSTEAD)
         if inner not in ("SumBackward1", "MeanBackward1"):
             continue
@@ -412,13 +411,6 @@ def _nested(node: Node, name: str, kept: Number | None) -> Number | None:
         elif 0 in _dims(below):
             raise _refused("a mean of sums over the first dimension", INSTEAD)
     return kept
-
-
-def _spread(node: Node) -> set[int]:
-    """The dimensions of a variance; all where it names none."""
-    sizes = len(node._saved_self.shape)
-    named = node._saved_dim
-    return {int(d) % 2**64 if d < sizes else int(d) - 2**64 + sizes for d in (named or range(sizes))}
 
 
 def _smooths(node: Node) -> bool:
@@ -461,10 +453,6 @@ def _weights(node: Node) -> Iterator[torch.Tensor]:
                 yield saved
         if type(node).__name__ in EACH_VALUE or type(node).__name__ in REDUCTIONS:
             stack += [below for below, _ in node.next_functions if below is not None]
-
-
-def _unknown(name: str) -> InputError:
-    return _refused(name, HINTS.get(name, INSTEAD))
 
 
 def _refused(found: str, expected: str) -> InputError:
@@ -538,8 +526,9 @@ LINEAR = frozenset(
     | {"CopyBackwards", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SelectBackward0"}
     | {"UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"}
 )
+THROUGH = LINEAR | PRODUCTS
 # What takes each value by itself: below a reduction it is looked through.
-EACH_VALUE = (LINEAR | PRODUCTS | {"MaskedFillBackward0", "WhereBackward0"}) - {"SelectBackward0"}
+EACH_VALUE = (THROUGH | {"MaskedFillBackward0", "WhereBackward0"}) - {"SelectBackward0"}
 # What a penalty on weights is made of: operations that take no data besides their inputs with gradients.
 OF_PARAMETERS = SUMS_OF_LOSSES | frozenset(
     {"AbsBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "ExpBackward0", "Expm1Backward0"}

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from pyps.errors import Ended, Fenced, InputError, InvalidArgument
 from pyps.formats.records import Span
@@ -41,42 +40,26 @@ Merge = Callable[[Callable[[], int]], int]
 BACK_BUFFERS = 2
 
 
-class Way(Protocol):
-    """How the transfers of a worker are made; one is taken after the other, in the order of the sends."""
-
-    def send(self, request: TransferRequest[PushRequest]) -> None: ...
-
-    @property
-    def ready(self) -> int:
-        """Transfers that have ended and were not taken."""
-
-    def take(self) -> Landed:
-        """The oldest transfer, when it has ended. Raises what it raised."""
-
-    def load(self) -> bool:
-        """Put the newest parameters that came back where the binding takes them from; False, and nothing is
-        done, if they came with a transfer that was not taken.
-        """
-
-    def close(self, timeout: float) -> None:
-        """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
-
-
-class Serial:
-    """A transfer is made when it is taken."""
+class Way:
+    """How the transfers of a worker are made; one is taken after the other, in the order of the sends. Here
+    each is made when it is taken.
+    """
 
     def __init__(self, client: StoreClient, binding: Binding) -> None:
         self._client, self._binding = client, binding
         self._sent: TransferRequest[PushRequest] | None = None
 
     def send(self, request: TransferRequest[PushRequest]) -> None:
+        """Begin a transfer."""
         self._sent = request
 
     @property
     def ready(self) -> int:
+        """Transfers that have ended and were not taken."""
         return 0
 
     def take(self) -> Landed:
+        """The oldest transfer, when it has ended. Raises what it raised."""
         assert self._sent is not None
         request, self._sent, binding = self._sent, None, self._binding
         binding.begin_arrival()
@@ -86,21 +69,25 @@ class Serial:
         return landed
 
     def load(self) -> bool:
-        """Return True: they are there."""
+        """Put the newest parameters that came back where the binding takes them from; False, and nothing is
+        done, if they came with a transfer that was not taken.
+        """
         return True
 
     def close(self, timeout: float) -> None:
+        """Leave the store after any transfer under way. Raises TimedOut. Idempotent."""
         self._client.store.close()
 
 
-class Overlapped:
+class Overlapped(Way):
     """Transfers are made in the background, by a thread that sends and one that receives.
 
     timeout: seconds that a transfer may take.
     """
 
     def __init__(self, client: StoreClient, binding: Binding, timeout: float) -> None:
-        self._client, self._binding, self._timeout = client, binding, timeout
+        super().__init__(client, binding)
+        self._timeout = timeout
         # One receives what is pulled while the other has the newest parameters.
         self._back_buffers = [binding.vector() for _ in range(BACK_BUFFERS)]
         self._newest = 0
@@ -196,7 +183,7 @@ class Transport:
         self._merge = merge or (lambda bring: bring())
         self._own = own
         self._machine = StepMachine(rules)
-        self._way: Way = Serial(client, binding) if rules.depth == 1 else Overlapped(client, binding, timeout)
+        self._way = Way(client, binding) if rules.depth == 1 else Overlapped(client, binding, timeout)
         self._sent: deque[Step] = deque()
         self._sending: tuple[Step, PushRequest] | None = None
         self._claims: deque[tuple[Claim, StagingBuffer]] = deque()  # of the next steps

@@ -18,7 +18,7 @@ import torch
 from pyps.errors import InputError
 from pyps.worker.device.binding import Binding
 from pyps.worker.step.step import Step
-from pyps.worker.step.terms import LINEAR, MEAN, PRODUCTS, REDUCTIONS, SUMS_OF_LOSSES, Node, Term, terms_of
+from pyps.worker.step.terms import MEAN, REDUCTIONS, SUMS_OF_LOSSES, THROUGH, Node, Term, shape_of, terms_of
 
 ALIKE = 1e-6  # relative: sums of class weights are fp32
 MOST_NODES = 2000  # of a freed graph that are looked at
@@ -170,8 +170,8 @@ def _left_in(loss: torch.Tensor, samples: int) -> Iterator[float]:
             return
         node = stack.pop()
         name, below = type(node).__name__, [n for n, _ in node.next_functions if n is not None]
-        losses = name in SUMS_OF_LOSSES and below and _shape(node) == ()
-        if name in LINEAR or name in PRODUCTS or name == "StackBackward0" or losses:
+        losses = name in SUMS_OF_LOSSES and below and shape_of(node.next_functions[0]) == ()
+        if name in THROUGH or name == "StackBackward0" or losses:
             stack += below
         elif name in REDUCTIONS and getattr(node, "_saved_reduction", MEAN) == MEAN and not _penalty(node):
             if name.startswith("Nll"):
@@ -179,7 +179,7 @@ def _left_in(loss: torch.Tensor, samples: int) -> Iterator[float]:
             elif name.startswith("Mean"):
                 yield float(node._saved_self_sym_numel)
             elif not name.startswith(("Sum", "Nansum", "Dot", "Vdot")) and node.next_functions[0][0]:
-                shape = _shape(node)
+                shape = shape_of(node.next_functions[0])
                 yield float(math.prod(shape[:1]) if "Margin" in name[:12] else math.prod(shape))
 
 
@@ -190,17 +190,11 @@ def _targets(node: Node, name: str, samples: int) -> float:
         weighted = True
     if weighted:
         raise _refused("a sum of class weights", CALL)
-    shape = _shape(node)
+    shape = shape_of(node.next_functions[0])
     rows = math.prod(shape) // shape[1] if len(shape) > 1 else 1
     if rows != samples:
         raise _refused(f"at most {rows} targets in a batch of {samples} samples", CALL)
     return float(rows)
-
-
-def _shape(node: Node) -> tuple[int, ...]:
-    """The shape of a reduction's first input."""
-    child, output = node.next_functions[0]
-    return tuple(child._input_metadata[output].shape)
 
 
 def _penalty(node: Node) -> bool:
