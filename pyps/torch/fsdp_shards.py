@@ -27,7 +27,7 @@ KEPT = (*PASSES, "post_forward_mesh_info", "gradient_divide_factor")
 
 
 class ShardedModel(Wrapped):
-    """What fully_shard gives. Raises InputError for a model whose parts lie on different meshes, and for a
+    """A model under fully_shard. Raises InputError for a model whose parts lie on different meshes, and for a
     torch with other groups.
     """
 

@@ -62,7 +62,7 @@ class PrivateLane:
 
 
 class SharedLane:
-    """As PrivateLane, of several processes, whose messages divide the bandwidth.
+    """One direction of a link that several processes share: their messages divide the bandwidth.
 
     The file at `path` has those that are under way. A worker that is killed leaves its message there, which
     passes all the same.
