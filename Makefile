@@ -11,6 +11,7 @@
 #   make brute-force  plans of 5,000 small clusters a family against every split (COUNT=5000); spot machines; 12 kinds
 #   make bench     the benchmarks, each with its rival in the same run
 #   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: an hour
+#   make networks  the four systems on a ResNet, a VGG and a GPT: hours
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
 #   make torture   the store's processes killed and stopped 5,000 times (FAULTS=1000000: half an hour;
@@ -39,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/packaging/*) csrc/build_ffi.py setup.py
 C_FILES := $(wildcard csrc/*.[ch] csrc/*/*.[ch] tests/c/*.c tests/c/*.h examples/c/*.c)
 
-.PHONY: brute-force demo test test-all test-thorough test-fast test-gpu lint types bench papers soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
+.PHONY: brute-force demo test test-all test-thorough test-fast test-gpu lint types bench papers networks soak kills ray torture fuzz fuzz-input sanitize reference site wheels test-wheels test-oldest clean
 .DELETE_ON_ERROR:
 
 demo: .venv/core
@@ -117,14 +118,16 @@ bench: .venv/bench
 	$(PY) benchmarks/outside/generated.py --save
 	$(PY) benchmarks/outside/lengths.py --save
 	$(PY) benchmarks/which.py --save
+	$(PY) benchmarks/regret.py --save
 
 papers: .venv/dev
 	$(PY) benchmarks/papers/papers.py --save
 	$(PY) benchmarks/papers/turns.py --save
 	$(PY) benchmarks/papers/gaps.py --save
-	$(PY) benchmarks/regret.py --save
 	$(PY) benchmarks/noise.py --save
 	$(PY) benchmarks/noise.py --condition 30 --save
+
+networks: .venv/dev
 	$(PY) benchmarks/networks.py --save
 	$(PY) benchmarks/networks.py --real --save
 

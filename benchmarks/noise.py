@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--condition", type=float, default=1.0)
     parser.add_argument("--saps", default="saps", help="the policy that is compared")
     parser.add_argument("--oracle", action="store_const", const="", dest="saps", help="the best fixed bound")
-    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--save", action="store_true", help="keep the table in bench-out/")
     parser.add_argument("--keep", type=Path, help="a file of what was tuned, to go on with when cut off")
     options = parser.parse_args()
