@@ -13,7 +13,7 @@ import pytest
 import torch
 from device import DEVICE
 from ranks import Ranks
-from sampled import sampled
+from sampled import examples, sampled
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
@@ -120,7 +120,7 @@ def test_back_near_the_optimum_and_no_oscillation(noise: float, profiled: bool, 
 def test_steps_that_scatter_by_half_move_hardly_anything(speeds: tuple[float, ...]) -> None:
     """Where nothing but noise is new, in windows as the ranks of DDP report them; no rank has a profile."""
     costs = [Line(0.010 * speed, 0.0008 * speed) for speed in speeds]
-    for seed in range(10):
+    for seed in range(examples(4, 10)):
         luck, split = random.Random(seed), (64,) * len(speeds)
         devices = [BalancedDevice(bounds=Bounds(required=True)) for _ in costs]
         balancer = Balancer(devices, split, Moves(WINDOW, DEADBAND))
