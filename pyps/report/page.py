@@ -148,8 +148,7 @@ def limit(run: RunData) -> str:
 def findings(run: RunData) -> Iterator[str]:
     """Yield what the medians hide."""
     report = run.report
-    yield from (f"{line[0].upper()}{line[1:]}." for line in absences(report))
-    yield from (f"{line[0].upper()}{line[1:]}." for line in report.stragglers)
+    yield from (f"{line[0].upper()}{line[1:]}." for line in (*absences(report), *report.stragglers))
     s = report.samples
     if s.returned or s.skipped or s.dropped:
         rest = f"{s.skipped:,} skipped, {s.dropped:,} dropped"

@@ -52,9 +52,8 @@ class Before:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             found = error.strerror or str(error)
-            raise InputError(
-                str(run_dir), "", found, "a folder to write to, with room for its events"
-            ) from None
+            expected = "a folder to write to, with room for its events"
+            raise InputError(str(run_dir), "", found, expected) from None
         return self
 
     def begin(self) -> None:

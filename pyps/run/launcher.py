@@ -157,7 +157,8 @@ class Launcher:
                 self._drain()
             self._save_last(LAST_CHECKPOINT_SECONDS)
             if self.last_checkpoint is not None:
-                end.add_note(f"the last checkpoint is {self.last_checkpoint}: {self._resume_hint()}")
+                hint = f"continue with pyps run --resume {self.spec.run_dir}"
+                end.add_note(f"the last checkpoint is {self.last_checkpoint}: {hint}")
             raise
 
     @property
@@ -300,10 +301,9 @@ class Launcher:
     def _restart_or_fail(self, process: RankProcess, joined: bool) -> None:
         """Start the rank again later. Raises TrainingFailed where that would not help."""
         if process.is_lost and not process.pid:
-            self._restart_at[process.rank] = (
-                time.monotonic() + LOST_PLACE_SECONDS,
-                self._lost_message(process),
-            )
+            why = f"{process.exit_reason()} before it had a place; asking for another"
+            text = f"{self._place(process)}: {why}"
+            self._restart_at[process.rank] = time.monotonic() + LOST_PLACE_SECONDS, text
             return
         path = record_path(self.spec.run_dir, process.rank, process.pid)
         has_steps = path.exists() and path.stat().st_size > 0
@@ -313,7 +313,9 @@ class Launcher:
         if refusal is not None:
             raise TrainingFailed(self._exit_message(process, refusal), process.error)
         when = time.monotonic() + self._restarts.count(process.rank)
-        self._restart_at[process.rank] = when, self._restart_message(process)
+        nth = f"{self._restarts.counts[process.rank]} of {self.spec.options.max_restarts}"
+        text = f"{self._place(process)}: {process.exit_reason()}; restarting ({nth})"
+        self._restart_at[process.rank] = when, text
 
     def _read_remaining_output(self, process: RankProcess) -> None:
         """Read what a dead process has printed last, then close its descriptors."""
@@ -327,13 +329,6 @@ class Launcher:
         if process.is_here:
             self._selector.unregister(process.pidfd)
         process.close()
-
-    def _restart_message(self, process: RankProcess) -> str:
-        nth = f"{self._restarts.counts[process.rank]} of {self.spec.options.max_restarts}"
-        return f"{self._place(process)}: {process.exit_reason()}; restarting ({nth})"
-
-    def _lost_message(self, process: RankProcess) -> str:
-        return f"{self._place(process)}: {process.exit_reason()} before it had a place; asking for another"
 
     def _place(self, process: RankProcess) -> str:
         return f"rank {process.rank} ({self._ranks[process.rank].name})"
@@ -443,9 +438,6 @@ class Launcher:
             self.log.write("undone", version=one.version, pushes=one.pushes)
             back = f"a server's host was lost: all shards are back at version {one.version:,}"
             self._notice(f"{back}, and {one.pushes:,} pushes after it are undone")
-
-    def _resume_hint(self) -> str:
-        return f"continue with pyps run --resume {self.spec.run_dir}"
 
     def _notice(self, text: str) -> None:
         if self._on_notice is not None:

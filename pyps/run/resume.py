@@ -72,9 +72,8 @@ def _check_plain(run_dir: Path) -> None:
     for entry in sorted(os.scandir(run_dir), key=lambda entry: entry.name):
         if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
             found = "a link" if entry.is_symlink() else "something that is neither a file nor a folder"
-            raise InputError(
-                entry.path, "", found, "nothing that leads out of the run's folder: move it away"
-            )
+            expected = "nothing that leads out of the run's folder: move it away"
+            raise InputError(entry.path, "", found, expected)
 
 
 def check_unfinished(resumed: Resumed, samples: int) -> None:

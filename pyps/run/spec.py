@@ -347,7 +347,6 @@ def _make_run_folder(run_dir: StrPath | None, resumed: Resumed) -> Path:
         expected = f"{resumed.run_dir}, which is resumed; one of its checkpoints can begin a new run"
         raise InputError("run_dir", "", str(folder), expected)
     if resumed.run_dir is None and (folder / SETUP_FILE).exists():
-        raise InputError(
-            "run_dir", "", f"{folder}, which holds a run", f"a folder without one, or --resume {folder}"
-        )
+        expected = f"a folder without one, or --resume {folder}"
+        raise InputError("run_dir", "", f"{folder}, which holds a run", expected)
     return folder

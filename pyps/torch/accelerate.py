@@ -54,9 +54,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         self.run = UnevenRun(options, shares=options.pop("shares", None), stage=options.pop("stage", 1))
         loading = copy.copy(options.pop("dataloader_config", None)) or DataLoaderConfiguration()
         if loading.dispatch_batches:
-            raise InputError(
-                "UnevenAccelerator", "dispatch_batches", "True", "False: each rank loads its own"
-            )
+            expected = "False: each rank loads its own"
+            raise InputError("UnevenAccelerator", "dispatch_batches", "True", expected)
         loading.split_batches = True
         super().__init__(*arguments, dataloader_config=loading, **options)
         self.ddp_handler = self.ddp_handler or DistributedDataParallelKwargs(**BY_VIEWS)

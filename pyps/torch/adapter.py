@@ -259,9 +259,8 @@ def uneven_loader(
     micro-batches, for a loader without a batch size, and for a second one.
     """
     if run.sampler is not None:
-        raise InputError(
-            "prepare", "loader", "a second shuffled loader", "one, prepared once; others without shuffling"
-        )
+        expected = "one, prepared once; others without shuffling"
+        raise InputError("prepare", "loader", "a second shuffled loader", expected)
     sampler: Any = loader.batch_sampler
     if isinstance(sampler, UnevenBatchSampler):
         if sampler.accumulation != parts:

@@ -418,9 +418,8 @@ class GlobalMean(MicroBatches):
         if float(other) != self.passes:
             return None
         found = f"a loss divided by the number of {MICRO}, {self.passes}"
-        return InputError(
-            "backward", "loss", found, "the plain mean of each: GlobalMean takes that over all of them"
-        )
+        expected = "the plain mean of each: GlobalMean takes that over all of them"
+        return InputError("backward", "loss", found, expected)
 
     def _on_device(
         self, value: Any, terms: list[Term], counts: list[Number | None]

@@ -45,9 +45,8 @@ class GradientNoise:
             found = type(mean).__name__ if not isinstance(mean, GlobalMean) else "one without a sampler"
             raise InputError("GradientNoise", "mean", found, "GlobalMean(model, sampler)")
         if mean.ranks < 2:
-            raise InputError(
-                "GradientNoise", "ranks", str(mean.ranks), "2 or more, to tell noise from signal"
-            )
+            expected = "2 or more, to tell noise from signal"
+            raise InputError("GradientNoise", "ranks", str(mean.ranks), expected)
         if not 0 <= memory < 1:
             raise InputError("GradientNoise", "memory", str(memory), "0 or more, below 1")
         self._mean, self._sampler, self._memory = mean, mean.sampler, memory

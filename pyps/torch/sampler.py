@@ -142,9 +142,8 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         caller = sys._getframe(1)
         if caller.f_code is OF_SAMPLES:
-            raise InputError(
-                "DataLoader", "sampler", "an UnevenBatchSampler", "batch_sampler=, without batch_size"
-            )
+            expected = "batch_sampler=, without batch_size"
+            raise InputError("DataLoader", "sampler", "an UnevenBatchSampler", expected)
         loader = loader_of_caller()
         reader = self._new_reader(loader)
         self._begin_reading(reader, loader)

@@ -141,9 +141,8 @@ def round_sizes(
     if not sizes:
         if tail >= sum(minima):
             return [tail]
-        raise InputError(
-            "dataset", "length", f"{samples} samples left", f"at least {sum(minima)}, for all ranks"
-        )
+        expected = f"at least {sum(minima)}, for all ranks"
+        raise InputError("dataset", "length", f"{samples} samples left", expected)
     both = total + tail
     if both // 2 >= needed:
         return [*sizes[:-1], both - both // 2, both // 2]

@@ -74,9 +74,8 @@ class UnevenPrompts(UnevenTraining):
         for name, plain in PLAIN.items():
             found = getattr(self.args, name, plain)
             if found != plain:
-                raise InputError(
-                    "UnevenPrompts", name, repr(found), f"{plain!r}: each rank sees its own rows"
-                )
+                expected = f"{plain!r}: each rank sees its own rows"
+                raise InputError("UnevenPrompts", name, repr(found), expected)
         if getattr(self, "scale_rewards", "group") == "batch":
             expected = "group or none: each rank sees its own rows"
             raise InputError("UnevenPrompts", "scale_rewards", "'batch'", expected)

@@ -51,9 +51,8 @@ def install_wire(ddp: torch.nn.Module, wire: Wire, scaler: Any = None) -> Gradie
     if not isinstance(ddp, DistributedDataParallel):
         raise InputError("install_wire", "model", type(ddp).__name__, "a DistributedDataParallel")
     if getattr(ddp, "_comm_hooks", None):
-        raise InputError(
-            "install_wire", "model", "one with a communication hook", "one without: one hook each"
-        )
+        expected = "one without: one hook each"
+        raise InputError("install_wire", "model", "one with a communication hook", expected)
     if any(getattr(layer, "sparse", False) for layer in ddp.module.modules()):
         expected = "dense ones, or wire='same'"
         raise InputError("install_wire", "model", "sparse gradients", expected)

@@ -21,8 +21,8 @@ MOST = {
     "pyps/metrics": 278,
     "pyps/native": 2_221,  # workers without the core: 38 more, 23 in other rooms; a whole transfer: 38
     "pyps/remote": 4_278,  # a flood of connections does not hold the loop up: 7; few of a key at once: 64
-    "pyps/report": 2_458,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
-    "pyps/run": 2_369,
+    "pyps/report": 2_457,  # a learning rate that is too large is told: 76 more, 30 where the loss is bounded
+    "pyps/run": 2_358,
     # blocks that are found, and optimizers that were made before: 59 more; master weights: 43
     "pyps/sharding": 1_862,
     "pyps/shards": 2_308,
@@ -31,8 +31,8 @@ MOST = {
     "pyps/store": 2_351,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
-    "pyps/torch": 7_210,  # shares under trainers and masters: 229; no circles of imports: 24
-    "pyps/worker": 7_518,  # a rank's constants are compared with those of the store: 14 more
+    "pyps/torch": 7_202,  # shares under trainers and masters: 229; no circles of imports: 24
+    "pyps/worker": 7_512,  # a rank's constants are compared with those of the store: 14 more
     "solver": 11_426,  # shares of memory with batches, what helps: 750 more; local steps: 12
     "profiler": 2_616,  # the cost of lengths: 71 more
     "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more

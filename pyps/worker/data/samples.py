@@ -156,9 +156,8 @@ class Stream(Source):
                 yield sample
             if not read:
                 found = f"no samples in part {part} of {parts}, in pass {number}"
-                raise InputError(
-                    "batches", "dataset", found, "a stream with a sample for each loader process"
-                )
+                expected = "a stream with a sample for each loader process"
+                raise InputError("batches", "dataset", found, expected)
             number += 1
 
     def _pass(self, number: int, part: int, parts: int) -> Iterator[Any]:

@@ -133,9 +133,8 @@ def _kind(optimizer: torch.optim.Optimizer) -> Optimizer:
             if value := group.get(option):
                 raise InputError("attach", f"optimizer.param_groups[{k}].{option}", repr(value), "False or 0")
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise InputError(
-            "attach", "optimizer", "state of earlier steps", "a new one: the store keeps the state"
-        )
+        expected = "a new one: the store keeps the state"
+        raise InputError("attach", "optimizer", "state of earlier steps", expected)
     kind = KINDS[type(optimizer)]
     if kind is Optimizer.ADAM and any(
         group.get("decoupled_weight_decay") for group in optimizer.param_groups
@@ -450,6 +449,5 @@ class OptimizerSteps:
 
     def _check_caller(self, *_: Any) -> None:
         if not self._allowed:
-            raise InputError(
-                "optimizer", "step", "a call of optimizer.step()", "worker.step(): the store steps"
-            )
+            expected = "worker.step(): the store steps"
+            raise InputError("optimizer", "step", "a call of optimizer.step()", expected)

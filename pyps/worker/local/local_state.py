@@ -220,9 +220,8 @@ def with_moments(
         raise InputError("attach", "average_moments", f"True {where}", "local steps, one push at a time")
     moments = tuple(_moments(attachment, optimizers))
     if not moments:
-        raise InputError(
-            "attach", "average_moments", "optimizers without moments", "momentum above 0, or Adam"
-        )
+        expected = "momentum above 0, or Adam"
+        raise InputError("attach", "average_moments", "optimizers without moments", expected)
     return replace(attachment, buffers=(*attachment.buffers, moments))
 
 

@@ -127,9 +127,8 @@ def _check(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     stepped = max((getattr(leaf, "last_epoch", 0) for leaf in _leaves(scheduler)), default=0)
     if stepped > 0:
         found = f"{kind} at last_epoch {stepped}"
-        raise InputError(
-            "attach", "scheduler", found, "a new one: the worker brings it to the run's position"
-        )
+        expected = "a new one: the worker brings it to the run's position"
+        raise InputError("attach", "scheduler", found, expected)
 
 
 class RuleWatch:

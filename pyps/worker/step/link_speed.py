@@ -132,9 +132,8 @@ def _in_group(address: str, rank: int, body: Callable[[], T]) -> T:
         dist.init_process_group("gloo", f"tcp://{address}", limit, world_size=2, rank=rank)
     except (RuntimeError, ValueError) as error:
         found = str(error).splitlines()[0]
-        raise InputError(
-            "link", address, found, "a peer there: pyps-profile link --answer HOST:PORT"
-        ) from None
+        expected = "a peer there: pyps-profile link --answer HOST:PORT"
+        raise InputError("link", address, found, expected) from None
     try:
         return body()
     finally:
