@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from pyps.solver import Line
-from pyps.solver.online.decide import Split, best_split, round_seconds
+from pyps.solver.online.decide import Bounds, Split, best_split, round_seconds
 from pyps.solver.online.global_batch import BoundedCost, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch.schedule import proportional_split, round_sizes
@@ -37,7 +37,8 @@ COSTS = [Line(pace * FIXED_SECONDS, pace * SAMPLE_SECONDS) for pace in PACES]
 FIRST, FIXED, MEMORY = 32, (32, 64, 128, 256, 512), 0.95
 TARGET, RATE = 0.08, 0.2
 MOST_SAMPLES = 1.05
-DEVICES = [BoundedCost(cost, 1, max(FIXED), 1) for cost in COSTS]
+BOUNDS = [Bounds(most=max(FIXED), required=True) for _ in COSTS]
+DEVICES = [BoundedCost(cost, bounds) for cost, bounds in zip(COSTS, BOUNDS, strict=True)]
 
 
 @dataclass
@@ -126,7 +127,7 @@ def train(
     inputs, labels = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    split: Split = best_split(batch, COSTS, [1] * len(COSTS), [max(FIXED)] * len(COSTS))
+    split: Split = best_split(batch, COSTS, BOUNDS)
     if adaptdl and not fits:
         split = [batch // len(COSTS)] * len(COSTS)
     rate, noise, batches = RATE, Noise(), [batch]
@@ -149,7 +150,7 @@ def train(
             statistical = StatisticalEfficiency(noise.scale, FIRST)
             if adaptdl:
                 split = adaptdl_split(noise)
-                split = best_split(sum(split), COSTS, [1] * 4, [max(FIXED)] * 4) if fits else split
+                split = best_split(sum(split), COSTS, BOUNDS) if fits else split
             else:
                 split = next_split(split, DEVICES, statistical, max(FIXED), OVERHEAD_SECONDS, least)
             batches += [sum(split)] if sum(split) != batches[-1] else []

@@ -35,7 +35,8 @@ def accumulated(
     what would fit.
     Of more than MOST_TRIED pairs of a size and a batch, equally spaced sizes are tried.
     """
-    last, exact = _ends(at_once, repeats, multiple, total)
+    last = at_once * repeats // multiple * multiple
+    exact = max(min(last, -(-2 * total // multiple) * multiple), multiple)
     batches = np.arange(multiple, exact + 1, multiple, dtype=np.int64)
     seconds = np.maximum.accumulate(_best(cost, once, batches, at_once, repeats, unit)[1])
     finite = np.isfinite(seconds)
@@ -47,18 +48,6 @@ def accumulated(
         if np.isfinite(whole):
             points.append((last, max(whole, points[-1][1])))
     return Table(tuple(points))
-
-
-def tries_all(at_once: int, repeats: int, unit: int, multiple: int, total: int) -> bool:
-    """Return whether `accumulated` tries every size. at_once ... total: as there."""
-    exact = _ends(at_once, repeats, multiple, total)[1]
-    return min(at_once, exact) // unit * (exact // multiple) <= MOST_TRIED
-
-
-def _ends(at_once: int, repeats: int, multiple: int, total: int) -> tuple[int, int]:
-    """The last batch of the table, and the last one up to which it is exact."""
-    last = at_once * repeats // multiple * multiple
-    return last, max(min(last, -(-2 * total // multiple) * multiple), multiple)
 
 
 def best_size(cost: Cost, once: float, batch: int, at_once: int, repeats: int, unit: int) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,8 +35,7 @@ Ints = npt.NDArray[np.int64]
 Index = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(msgspec.Struct, frozen=True, tag="line"):
     """T(b) = max(floor, fixed + per_sample * b): t0, c and a of the affine and the knee form.
 
     Raises ValueError unless all are finite, per_sample and floor are nonnegative and T(1) > 0.
@@ -55,8 +55,7 @@ class Line:
         return max(self.floor_seconds, self.fixed_seconds + self.per_sample_seconds * batch)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True, tag="table"):
     """Monotone measured points (batch, seconds), batches strictly rising. Raises ValueError otherwise."""
 
     points: tuple[tuple[int, float], ...]

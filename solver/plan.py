@@ -21,14 +21,12 @@ from pyps.formats import (
     Cluster,
     CostEstimate,
     Fit,
-    GoodputEstimate,
     Plan,
     PlanWorker,
     Profile,
     R2spSchedule,
     RunTable,
     SyncEstimate,
-    TargetEstimate,
     WorkerGroup,
 )
 from pyps.formats.mode import ROUND, Mode, Pace, PlannedRun
@@ -47,8 +45,7 @@ from pyps.solver.exact.throughput import Throughput, most_throughput, rates_of
 from pyps.solver.jobs.job import assumptions, best_for_job, job_estimate
 from pyps.solver.jobs.pareto import PRICE, price_per_million
 from pyps.solver.links import LinkCost, in_series
-from pyps.solver.local_steps import idle_warning, round_samples
-from pyps.solver.memory import ways_to_fit
+from pyps.solver.local_steps import idle_warning
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
@@ -60,7 +57,6 @@ from pyps.solver.problem import (
 )
 from pyps.solver.ranks import PlannedRank, links_of, max_batch_of, needs, planned_ranks, unit_of
 from pyps.solver.report.warnings import (
-    cut_short,
     doubtful_links,
     largest_measured,
     link_warnings,
@@ -74,9 +70,9 @@ from pyps.solver.systems.goodput import efficiency_of
 from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
+from pyps.solver.ways import ways_to_fit
 
 AS_FAST = 1e-9  # relative: where no other split is faster, the one whose steps are alike is kept
-MAX_REPEATS = 1000  # micro-batches that may be proposed
 MOST_SUM = 1 << 20  # of a global batch that may be proposed, in common multiples: a second
 MOST_RATES = 1 << 25  # of a split for throughput: a quarter of a gigabyte, and seconds
 
@@ -119,38 +115,9 @@ def planned(
     try:
         ranks = at_quantile(cluster, ranks, pace)
         problem = planning_problem(cluster, ranks, pace)
-        if cluster.sharding is not None:
-            return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
+        return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
     except Infeasible as error:
-        if cluster.sharding is not None:
-            nearest = ways_to_fit(cluster, profiles, pace) or error.nearest
-        else:
-            nearest = error.nearest or _without_required(cluster, ranks, pace)
-        raise Infeasible(error.reason, nearest) from None
-    return Planned(ranks, problem, plan_ranks(cluster, ranks, problem))
-
-
-def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace) -> str:
-    """The changes of the required groups with which there is a split, each tried."""
-    ways = []
-    for name, rank in {rank.group.name: rank for rank in ranks if rank.group.required}.items():
-        at_once = max(1, max_batch_of(rank.group, rank.profile))
-        parts = -(-(rank.group.min_batch or 1) // at_once)
-        changes: list[tuple[str, dict[str, Any]]] = [(f"do not require {name!r}", {"required": False})]
-        if rank.group.max_accumulation < parts <= MAX_REPEATS:
-            raised = f"raise max_accumulation of {name!r} to {parts}"
-            changes.insert(0, (raised, {"max_accumulation": parts}))
-        for way, change in changes:
-            trial = [
-                replace(one, group=msgspec.structs.replace(one.group, **change))
-                if one.group.name == name
-                else one
-                for one in ranks
-            ]
-            with contextlib.suppress(Infeasible):
-                solve_within_limits(cluster, trial, planning_problem(cluster, trial, pace))
-                ways.append(way)
-    return " or ".join(ways)
+        raise Infeasible(error.reason, ways_to_fit(cluster, profiles, pace, ranks, error.nearest)) from None
 
 
 def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: ConstrainedProblem) -> Plan:
@@ -158,11 +125,7 @@ def plan_ranks(cluster: Cluster, ranks: Sequence[PlannedRank], constrained: Cons
     node is one worker of this plan.
     """
     pace = constrained.pace
-    try:
-        solution, notes = _fastest_solution(cluster, ranks, constrained)
-    except Infeasible as error:
-        nearest = _with_micro_batches(cluster, ranks, pace, error.nearest)
-        raise Infeasible(error.reason, nearest + cut_short(round_samples(cluster), ranks)) from None
+    solution, notes = _fastest_solution(cluster, ranks, constrained)
     modes = _modes(cluster, ranks, pace, solution)
     constrained = _in_shares(cluster, planning_problem(cluster, ranks, pace, modes), ranks, solution)
     valued = replace(observed(constrained, solution.batches), proven_seconds=solution.proven_seconds)
@@ -255,26 +218,6 @@ def _modes(
     return most_exact(mode_of(cluster, pace), links_of(cluster, ranks), solution, valued)
 
 
-def _with_micro_batches(cluster: Cluster, ranks: Sequence[PlannedRank], pace: Pace, nearest: str) -> str:
-    """The remedy of a refusal, and the max_accumulation for every worker that would be another one."""
-    if any(rank.card is not None for rank in ranks):
-        return nearest  # `planned` proposes what makes a sharded model fit
-    at_once = sum(max_batch_of(rank.group, rank.profile) for rank in ranks)
-    repeats = -(-round_samples(cluster) // max(at_once, 1))
-    if all(rank.group.max_accumulation >= repeats for rank in ranks) or repeats > MAX_REPEATS:
-        return nearest
-    groups = [  # those of the ranks: of whole nodes, and with the price of their energy
-        msgspec.structs.replace(rank.group, max_accumulation=max(rank.group.max_accumulation, repeats))
-        for rank in ranks
-    ]
-    wide = [replace(rank, group=group) for rank, group in zip(ranks, groups, strict=True)]
-    try:
-        _fastest_solution(cluster, wide, planning_problem(cluster, wide, pace))
-    except Infeasible:
-        return nearest
-    return ", or ".join(filter(None, (nearest, f"allow every worker max_accumulation = {repeats}")))
-
-
 def all_used_from(constrained: ConstrainedProblem) -> int | None:
     """The smallest global batch with which the solver leaves no worker out; None where it is not so simple,
     or far away.
@@ -357,7 +300,7 @@ def plan_of(
         else None,
         cost=cost,
         goodput=goodput,
-        target=_target(cluster, ranks, solution, goodput),
+        target=job_estimate(cluster, ranks, solution),
     )
 
 
@@ -404,28 +347,6 @@ def _of_times(
     ):
         warnings.append(f"from a global batch of {least:,} on, all workers would be used")
     return warnings
-
-
-def _target(
-    cluster: Cluster,
-    ranks: Sequence[PlannedRank],
-    solution: ConstrainedSolution,
-    goodput: GoodputEstimate | None,
-) -> TargetEstimate | None:
-    """Return how long the job's target takes with a solution, and at what price; None: there is no target."""
-    samples = cluster.job.target
-    if samples is None:
-        return None
-    found = job_estimate(cluster, ranks, solution, samples)
-    return TargetEstimate(
-        samples=samples,
-        seconds=found.seconds,
-        price=found.price,
-        base_batch=goodput.base_batch if goodput else None,
-        lost=found.lost,
-        checkpoint_every_seconds=found.checkpoint_every_seconds,
-        deadline_chance=found.chance,
-    )
 
 
 def _lower_bound(

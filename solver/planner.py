@@ -17,13 +17,13 @@ from pyps.solver.costs import Floats
 from pyps.solver.jobs.job import limits_of_set
 from pyps.solver.jobs.pareto import COARSE, PRICE, ParetoPoint, pareto_front, unbeaten
 from pyps.solver.jobs.whatif import PlanSummary, summary_of, verdict
-from pyps.solver.memory import worth_of_memory
-from pyps.solver.milp.checks import agreement, enumerated
+from pyps.solver.milp.checks import agreement
 from pyps.solver.plan import Planned, each_rank, planned
-from pyps.solver.problem import at_quantile, factors_of, planning_problem, solve_within_limits
+from pyps.solver.problem import at_quantile, planning_problem, solve_within_limits
 from pyps.solver.ranks import needs, planned_ranks
 from pyps.solver.report.explain import Explanation, explain
 from pyps.solver.report.measure import NextSizes, next_sizes
+from pyps.solver.ways import worth_of_memory
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ class Planner:
         one.
         """
         cluster, ranks, plan = self.cluster, self.planned.ranks, self.planned.plan
-        factors = factors_of(cluster, ranks)
-        problem, coarse = enumerated(cluster, ranks, factors, self.planned.problem), 0.0
+        problem, coarse = self.planned.problem, 0.0
         price = needs(ranks, PRICE)
         if cluster.limits.price_per_million_samples is not None and price is not None and plan.cost:
             # The plan is the fastest of all that cost no more an hour.

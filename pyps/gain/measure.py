@@ -14,7 +14,7 @@ from pyps.gain.notes import BLOCK, Note
 from pyps.gain.ranks import LocalDevice, Script, alone, together
 from pyps.profiler.fit import fit_points, memory_model
 from pyps.solver.costs import cost_of
-from pyps.solver.online.decide import best_split, round_seconds
+from pyps.solver.online.decide import Bounds, best_split, round_seconds
 
 WARM = 3  # batches of a run that do not count
 AGREEMENT = 1.35  # factor between what was predicted and measured: beyond it something else was
@@ -81,8 +81,8 @@ def measure_gain(script: Script, devices: Sequence[LocalDevice], say: Callable[[
     notes = alone(script, devices, sizes, WARM + BLOCK * len(sizes))
     points = [points_of(found) for found in notes]
     costs = [cost_of(fit_points(sorted(found.items()))) for found in points]
-    most = [max(batch, _most(found)) for found in notes]
-    split = best_split(sum(equal.batches), costs, [1] * len(devices), most)
+    most = [Bounds(most=max(batch, _most(found)), required=True) for found in notes]
+    split = best_split(sum(equal.batches), costs, most)
     predicted = round_seconds(costs, equal.batches) / round_seconds(costs, split)
     if split == equal.batches:
         return Gain(points, equal, None, 1.0)

@@ -19,8 +19,8 @@ from pyps.profiler.statistics import median_and_error
 from pyps.report.report import LOADING_SHARE
 from pyps.solver.costs import Line
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.decide import Split, SplitChange
-from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
+from pyps.solver.online.decide import Bounds, Split, SplitChange
+from pyps.solver.online.device import BalancedDevice, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.store.activity import StoreActivity
 

@@ -26,7 +26,8 @@ from pyps.simulate.worker import worker_process
 from pyps.solver.costs import Table
 from pyps.solver.mode import ModeChoices, choices_while_running
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.device import BalancedDevice, Bounds, planned_device
+from pyps.solver.online.decide import Bounds
+from pyps.solver.online.device import BalancedDevice, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.mode import may_change
 from pyps.store.policies import DEFAULT_POLICY, Policy, check_pipeline, policy_named, register_policy

@@ -15,7 +15,6 @@ from pyps.agreement.consensus import Consensus
 from pyps.solver.online.balancer import Balancer, Rules
 from pyps.solver.online.decide import Cadence, SplitChange
 from pyps.solver.online.device import BalancedDevice, DeviceReading
-from pyps.solver.online.state import ReadingMessage
 from pyps.torch.rounds import RoundIndex, Rounds
 
 
@@ -38,7 +37,7 @@ USUAL = Moves()
 class WindowReport(msgspec.Struct, frozen=True):
     """A rank at the end of a window: what it read, and where it is in its pass over the data."""
 
-    reading: ReadingMessage
+    reading: DeviceReading
     epoch: int
     trained: int  # rounds of this pass that were trained
     max_drawn: int  # the most rounds of this pass that may have been handed out
@@ -104,7 +103,7 @@ class SplitDecisions:
         reading = self._device.read(self._balancer.rules.window, asked, *batches)
         self._reported_pass = sampler.passes
         position = sampler.epoch, sampler.trained, sampler.max_drawn(), sampler.rounds
-        self._consensus.report(number, WindowReport(ReadingMessage.of(reading), *position, self._held()))
+        self._consensus.report(number, WindowReport(reading, *position, self._held()))
 
     def decide(self, number: int, lead: int) -> None:
         """Decide, as Cadence asks, on the first rank. lead: rounds that each rank draws before it reads."""
@@ -120,7 +119,7 @@ class SplitDecisions:
         return decision.change is not None
 
     def _decided(self, reports: Sequence[WindowReport], lead: int) -> SplitDecision:
-        readings = [report.reading.reading() for report in reports]
+        readings = [report.reading for report in reports]
         held = [report.held_bytes for report in reports]
         states, start = _states(readings, held), _start(reports, lead, self._sampler.per_step)
         if start is None and all(reading.seconds is not None for reading in readings):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
+from pyps.solver.costs import Cost
 from pyps.solver.lengths import SampleLengths
-from pyps.solver.online.decide import Split, best_split
-from pyps.solver.online.state import CostMessage
+from pyps.solver.online.decide import Bounds, Split, best_split
 from pyps.solver.ranks import prior_of
 from pyps.torch.schedule import proportional_split
 
@@ -28,9 +28,8 @@ class _Report(msgspec.Struct, frozen=True):
     """A rank and its device. cost: None if the device's speed is unknown."""
 
     global_batch: int
-    min_batch: int
-    max_batch: int
-    cost: CostMessage | None
+    bounds: Bounds
+    cost: Cost | None
 
 
 class _Decision(msgspec.Struct, frozen=True):
@@ -99,8 +98,8 @@ def _report(
         if not optional and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError("agreed_split", name, repr(number), "a whole number from 1")
     prior, fits = prior_of(profile, lengths)
-    cost = CostMessage.of(prior) if prior else None
-    return _Report(global_batch, accumulate, min(fits, max_batch or MAX_BATCH), cost)
+    bounds = Bounds(accumulate, min(fits, max_batch or MAX_BATCH), required=True)
+    return _Report(global_batch, bounds, prior)
 
 
 def _decide(reports: list[_Report]) -> _Decision:
@@ -112,18 +111,19 @@ def _decide(reports: list[_Report]) -> _Decision:
     if 0 < len(unknown) < len(reports):
         expected = "a profile on every rank, or on none"
         return _Decision(input_error=("agreed_split", "profile", f"none on ranks {unknown}", expected))
-    costs = [report.cost.cost() for report in reports if report.cost]
-    minima, maxima = [r.min_batch for r in reports], [r.max_batch for r in reports]
+    costs = [report.cost for report in reports if report.cost]
+    bounds = [report.bounds for report in reports]
     try:
         if costs:
-            return _Decision(list(best_split(found[0], costs, minima, maxima)))
-        return _Decision(list(_equal(found[0], minima, maxima)))
+            return _Decision(list(best_split(found[0], costs, bounds)))
+        return _Decision(list(_equal(found[0], bounds)))
     except Infeasible as error:
         return _Decision(infeasible=str(error))
 
 
-def _equal(total: int, minima: list[int], maxima: list[int]) -> Split:
+def _equal(total: int, bounds: list[Bounds]) -> Split:
     """Batches as equal as bounds and whole samples allow. Raises Infeasible."""
+    minima, maxima = [bound.least for bound in bounds], [bound.most for bound in bounds]
     low, high = sum(minima), sum(maxima)
     if not low <= total <= high:
         nearest = f"a global batch of at most {high}" if total > high else f"a global batch of at least {low}"

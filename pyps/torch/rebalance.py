@@ -36,10 +36,10 @@ from pyps.metrics import Reading, Sink
 from pyps.sharding.held import peak_bytes
 from pyps.solver.costs import Cost
 from pyps.solver.online.balancer import Balancer
-from pyps.solver.online.decide import SplitChange
-from pyps.solver.online.device import BalancedDevice, Bounds
+from pyps.solver.online.decide import Bounds, SplitChange
+from pyps.solver.online.device import BalancedDevice
 from pyps.solver.online.global_batch import BoundedCost
-from pyps.solver.online.state import DeviceState
+from pyps.solver.online.refit import OnlineCost
 from pyps.solver.ranks import prior_of
 from pyps.torch.compute_timer import ComputeTimer
 from pyps.torch.decisions import USUAL, MeasuredRank, Moves, SplitDecision, SplitDecisions
@@ -52,11 +52,13 @@ IDLE_WINDOWS = 5  # without a possible change: by then there is a reason to name
 WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DDP
 
 
-class _Knowledge(DeviceState, frozen=True, kw_only=True):
-    """A Rebalancer's state: of this device; the ranks' levels at the last change, whether that corrected the
-    split for the same devices, and all changes.
+class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
+    """A Rebalancer's state: what is known of this device, an OnlineCost in JSON, which no kind of checkpoint
+    takes apart; the ranks' levels at the last change, whether that corrected the split for the same devices,
+    and all changes.
     """
 
+    device: str
     levels: list[float] | None
     history: list[SplitChange]
     corrected: bool = False
@@ -158,13 +160,12 @@ class Rebalancer:
     @property
     def device(self) -> BoundedCost:
         """Return what a step costs this rank's device now, and the bounds of its batch."""
-        bounds = self._bounds
-        return BoundedCost(self._device.online.cost, bounds.least_multiple, bounds.most, bounds.multiple)
+        return BoundedCost(self._device.online.cost, self._bounds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of this device and of earlier changes, for a Rebalancer of as many ranks."""
         known = _Knowledge(
-            **msgspec.structs.asdict(DeviceState.of(self._device)),
+            device=msgspec.json.encode(self._device.online).decode(),
             corrected=self._balancer.corrected,
             levels=self._balancer.levels or None,
             history=self.history,
@@ -176,9 +177,9 @@ class Rebalancer:
         """Take what was known. Call it before the first step. Raises InputError for another kind of state."""
         try:
             known = msgspec.convert(state, learnt(_Knowledge))
-        except msgspec.ValidationError as error:
+            self._device.online = msgspec.json.decode(known.device, type=learnt(OnlineCost))
+        except msgspec.DecodeError as error:
             raise InputError("Rebalancer", "state", str(error), "that of a Rebalancer") from None
-        known.restore(self._device)
         balancer = self._balancer
         balancer.levels, balancer.history = known.levels or [], known.history
         balancer.corrected = known.corrected

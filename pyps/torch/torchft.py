@@ -36,9 +36,8 @@ from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
 from pyps.solver.costs import Line
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.decide import Split, SplitChange, best_split
-from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading
-from pyps.solver.online.state import ReadingMessage
+from pyps.solver.online.decide import Bounds, Split, SplitChange, best_split
+from pyps.solver.online.device import BalancedDevice, DeviceReading
 from pyps.solver.ranks import prior_of
 from pyps.torch.compute_timer import ComputeTimer
 from pyps.torch.decisions import USUAL, Moves
@@ -58,7 +57,7 @@ class Said(msgspec.Struct, frozen=True):
 
     joined: bool
     known: bool
-    reading: ReadingMessage
+    reading: DeviceReading
     level: float = 1.0
     corrected: bool = False
 
@@ -74,7 +73,7 @@ class Decided:
 
 def decided(global_batch: int, said: Sequence[Said], rules: Rules, step: int) -> Decided:
     """The split of the global batch by what all replicas said, the same on each. Raises Infeasible."""
-    readings = [one.reading.reading() for one in said]
+    readings = [one.reading for one in said]
     if any(one.joined for one in said):
         return Decided(_shared(global_batch, said, readings))
     split = tuple(reading.batch for reading in readings)
@@ -89,20 +88,18 @@ def _shared(global_batch: int, said: Sequence[Said], readings: Sequence[DeviceRe
     """The split among replicas of which one came or went. A device of which nothing is known counts as the
     median of the others. What does not fit at once is computed in micro-batches.
     """
-    bounds = [reading.bounds for reading in readings]
-    least, multiples = [b.least_multiple for b in bounds], [b.multiple for b in bounds]
+    bounds = [replace(reading.bounds, required=True) for reading in readings]
     each = max(1, round(global_batch / len(said)))
     rates = [r.estimate.cost.seconds(each) / each for r, one in zip(readings, said, strict=True) if one.known]
     usual = Line(0.0, median(rates) if rates else 1.0)
     costs = [r.estimate.cost if one.known else usual for r, one in zip(readings, said, strict=True)]
-    passes, most = 1, [bound.most for bound in bounds]
+    passes = 1
     while True:
         try:
-            return best_split(
-                global_batch, costs, least, [min(passes * m, MAX_BATCH) for m in most], True, multiples
-            )
+            wide = [replace(bound, most=min(passes * bound.most, MAX_BATCH)) for bound in bounds]
+            return best_split(global_batch, costs, wide)
         except Infeasible:
-            if passes * sum(most) >= global_batch:
+            if passes * sum(bound.most for bound in bounds) >= global_batch:
                 raise
             passes += 1
 
@@ -325,7 +322,7 @@ class UnevenReplica:
         changed = joined or found.split != self.split
         self.split, self._at, self._since = found.split, here, 0
         if changed:
-            self._level, self._corrected = said[here[0]].reading.level, found.corrected
+            self._level, self._corrected = said[here[0]].reading.estimate.level, found.corrected
         if found.change is not None:
             self.history.append(found.change)
         return changed
@@ -354,7 +351,7 @@ class UnevenReplica:
         reading = self._device.read(self._moves.window, self._since < self._moves.window, own, own)
         online = self._device.online
         known = online.profiled or bool(online.known)
-        found = ReadingMessage.of(replace(reading, batch=own))
+        found = replace(reading, batch=own)
         return msgspec.json.encode(Said(joined, known, found, self._level, self._corrected))
 
 

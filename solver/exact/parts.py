@@ -12,6 +12,7 @@ are bisected.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ import numpy as np
 from pyps.errors import InputError
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.solver.costs import Cost, Costs, Floats, Ints
+from pyps.solver.exact.knapsack import best_choices
 from pyps.solver.exact.minmax import too_large
 
 LATEST = 1e300  # seconds: later than any split
@@ -109,43 +111,23 @@ def at_once_within(workers: Sequence[InParts], total: int, at_most: float) -> In
     if sums > MOST_SUMS:
         raise _too_many(sums, "batches and sums")
     steps = [one.batches // unit for one in times]
-    whole = _knapsack([one.needs(LATEST)[0] for one in times], steps, total // unit)[0]
+
+    def least(t: float) -> tuple[float, list[int]]:
+        """The least bytes of all batches by t, and which choices these are."""
+        worth, picked = best_choices([-one.needs(t)[0] for one in times], steps, total // unit)
+        return -worth, picked
+
+    whole = least(LATEST)[0]
     if not math.isfinite(whole):
         return None
     if whole > at_most:
         raise too_large(total, whole, at_most)
-    seconds = np.unique(np.concatenate([one.seconds[np.isfinite(one.seconds)] for one in kinds.values()]))
-    low, high = -1, len(seconds) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        needs = [one.needs(float(seconds[middle]))[0] for one in times]
-        low, high = (low, middle) if _knapsack(needs, steps, total // unit)[0] <= at_most else (middle, high)
-    found = [one.needs(float(seconds[high])) for one in times]
-    _, picked = _knapsack([needs for needs, _ in found], steps, total // unit)
+    ends = np.unique(np.concatenate([one.seconds[np.isfinite(one.seconds)] for one in kinds.values()]))
+    seconds = ends.tolist()
+    t = seconds[bisect_left(seconds[:-1], True, key=lambda t: least(t)[0] <= at_most)]
     at_once = np.zeros(len(workers), np.int64)
-    at_once[order] = [sizes[k] for (_, sizes), k in zip(found, picked, strict=True)]
+    at_once[order] = [one.needs(t)[1][k] for one, k in zip(times, least(t)[1], strict=True)]
     return at_once
-
-
-def _knapsack(needs: Sequence[Floats], batches: Sequence[Ints], total: int) -> tuple[float, list[int]]:
-    """The least sum of needs with which one batch of each worker sums to `total`, and which these are."""
-    best, picks = np.full(total + 1, np.inf), list[Ints]()
-    best[0] = 0.0
-    for need, batch in zip(needs, batches, strict=True):
-        found, pick = np.full(total + 1, np.inf), np.zeros(total + 1, np.int64)
-        for k in np.flatnonzero(np.isfinite(need)).tolist():
-            first = int(batch[k])
-            trial = best[: total + 1 - first] + need[k]
-            better = trial < found[first:]
-            found[first:][better], pick[first:][better] = trial[better], k
-        best = found
-        picks.append(pick)
-    left, chosen = total, list[int]()
-    if math.isfinite(best[total]):
-        for pick, batch in zip(reversed(picks), reversed(batches), strict=True):
-            chosen.append(int(pick[left]))
-            left -= int(batch[chosen[-1]])
-    return float(best[total]), chosen[::-1]
 
 
 def _too_many(count: int, what: str) -> InputError:

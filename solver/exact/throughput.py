@@ -29,12 +29,12 @@ import numpy as np
 from pyps.errors import Infeasible
 from pyps.solver.constrained import WITHIN, ConstrainedProblem
 from pyps.solver.costs import Floats, Ints
+from pyps.solver.exact.knapsack import NEVER, best_choices
 from pyps.solver.exact.minmax import Problem, rounded, solve, within_total
 
 MOST_WORK = 1 << 28  # pairs of a batch and a sum: about a second
 MOST_NODES, MOST_PROBLEMS = 2_000, 4
 PRICES, PRICED = 60, 20  # bisections; splits by price that take as long as MOST_WORK
-NEVER = -math.inf
 SAME = 1e-12  # relative: rates that differ by less are equal
 
 
@@ -147,11 +147,11 @@ class _Search:
         self.work += work if work <= MOST_WORK else MOST_WORK // PRICED
         batches = np.zeros(len(self.bounds.max_batch), np.int64)
         if work <= MOST_WORK:
-            mine = _by_sums(rates, self.total)
-            if mine is None:
+            worth, mine = best_choices(rates, [np.arange(len(own)) for own in rates], self.total)
+            if worth == NEVER:
                 return None
-            batches[workers] = mine * self.unit
-            return Throughput(batches, _rate_of(rates, mine), 0.0)
+            batches[workers] = np.array(mine) * self.unit
+            return Throughput(batches, _rate_of(rates, np.array(mine)), 0.0)
         problem, most = self.constrained.problem, np.zeros(len(batches), np.int64)
         required = problem.required.copy()
         most[workers], required[workers[np.array(must, bool)]] = problem.max_batch[workers], True
@@ -233,28 +233,6 @@ def _rates(bounds: Problem, k: int, unit: int) -> Floats:
         costs = bounds.costs.take(np.full(len(allowed_), k))
         rates[allowed_ // unit] = allowed_ / costs.seconds(allowed_)
     return rates
-
-
-def _by_sums(rates: list[Floats], total: int) -> Ints | None:
-    """The best batches, in units, by dynamic programming; None where none sum to the total."""
-    best = np.full(total + 1, NEVER)
-    best[0] = 0.0
-    chosen = []
-    for own in rates:
-        found, choice = np.full(total + 1, NEVER), np.zeros(total + 1, np.int64)
-        for batch in np.flatnonzero(own[: total + 1] > NEVER).tolist():
-            trial = best[: total + 1 - batch] + own[batch]
-            better = trial > found[batch:]
-            found[batch:][better], choice[batch:][better] = trial[better], batch
-        best = found
-        chosen.append(choice)
-    if best[total] == NEVER:
-        return None
-    batches, left = np.zeros(len(rates), np.int64), total
-    for k in range(len(rates) - 1, -1, -1):
-        batches[k] = chosen[k][left]
-        left -= int(batches[k])
-    return batches
 
 
 def _by_price(rates: list[Floats], total: int, feasible: Ints) -> Throughput:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from pyps.errors import Infeasible, InputError
-from pyps.formats import Cluster, Plan
+from pyps.formats import Cluster, Plan, TargetEstimate
 from pyps.formats.cluster import CLUSTER_FILE
 from pyps.solver.constrained import ConstrainedProblem, ConstrainedSolution, Limit
 from pyps.solver.costs import Floats
@@ -38,36 +37,40 @@ WITHIN = 1 + 1e-9  # relative: the rounding error allowed in a job's time and pr
 WORTH_SAYING = 1e-3  # relative: a gap below it is not said
 
 
-@dataclass(frozen=True)
-class JobEstimate:
-    """Seconds and price of a job's target; the rest as in TargetEstimate."""
-
-    seconds: float
-    price: float | None
-    lost: float = 1.0
-    checkpoint_every_seconds: float | None = None
-    chance: float | None = None
-
-
 def job_estimate(
-    cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution, samples: float
-) -> JobEstimate:
-    """Estimate what `samples` take with a solution; with [goodput], those of batches of base_batch."""
-    used, job = solution.batches > 0, cluster.job
-    rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
-    work = solution.iteration_seconds * samples / _useful_each(cluster)
+    cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution
+) -> TargetEstimate | None:
+    """Return how long the job's target takes with a solution, and at what price; None: there is no target.
+
+    With [goodput] its samples are those of batches of base_batch.
+    """
+    job, used = cluster.job, solution.batches > 0
+    if job.target is None:
+        return None
+    work, rates, away = _undisturbed(cluster, ranks, solution)
     delays, (_, every) = Delays.of(work, rates, away, cluster.spot), lost_to_preemptions(rates, cluster.spot)
     seconds = float(delays.expected)
     paid = _paid(cluster, ranks)
     disturbed = rates > 0 or away > 0
     by = None if job.deadline_hours is None or not disturbed else job.deadline_hours * HOUR * WITHIN
-    return JobEstimate(
-        seconds,
-        None if paid is None else float(paid[used].sum()) * seconds / HOUR,
-        max(1.0, seconds / work),
-        float(every) if rates > 0 else None,
-        None if by is None else delays.chance(by),
+    return TargetEstimate(
+        samples=job.target,
+        seconds=seconds,
+        price=None if paid is None else float(paid[used].sum()) * seconds / HOUR,
+        base_batch=cluster.goodput.base_batch if cluster.goodput else None,
+        lost=max(1.0, seconds / work),
+        checkpoint_every_seconds=float(every) if rates > 0 else None,
+        deadline_chance=None if by is None else delays.chance(by),
     )
+
+
+def _undisturbed(
+    cluster: Cluster, ranks: Sequence[PlannedRank], solution: ConstrainedSolution
+) -> tuple[float, float, float]:
+    """The seconds of the target's steps, and what disturbs them: preemptions an hour, absence of machines."""
+    used = solution.batches > 0
+    rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
+    return solution.iteration_seconds * (cluster.job.target or 0.0) / _useful_each(cluster), rates, away
 
 
 def _useful_each(cluster: Cluster) -> float:
@@ -211,15 +214,13 @@ def _changes(
         """Hours and price of the best set with these bounds."""
         trial = msgspec.structs.replace(cluster, job=msgspec.structs.replace(job, **bounds))
         found = _best(trial, ranks, constrained)
-        if found is None or job.target is None:
+        estimate = None if found is None else job_estimate(trial, ranks, found.solution)
+        if found is None or estimate is None:
             return None
-        estimate = job_estimate(trial, ranks, found.solution, job.target)
         seconds = estimate.seconds
         if job.confidence is not None:
-            used = found.solution.batches > 0
-            rates, away = (float(need[used].sum()) for need in _absences(cluster, ranks))
-            work = found.solution.iteration_seconds * job.target / _useful_each(cluster)
-            seconds = float(Delays.of(work, rates, away, cluster.spot).by(job.confidence))
+            disturbed = _undisturbed(cluster, ranks, found.solution)
+            seconds = float(Delays.of(*disturbed, cluster.spot).by(job.confidence))
         return _up(seconds / HOUR), _up(estimate.price or 0.0)
 
     found: list[dict[str, float]] = []

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pyps.errors import PypsError, needed
-from pyps.formats import Cluster
-from pyps.solver.accumulate import tries_all
 from pyps.solver.constrained import ConstrainedProblem, evaluate
-from pyps.solver.costs import Cost, Costs, Floats, Line, Table, cost_of
+from pyps.solver.costs import Costs, Floats
 from pyps.solver.exact.minmax import Problem
-from pyps.solver.local_steps import round_samples
 from pyps.solver.milp.constrained import solve_by_milp
 from pyps.solver.milp.model import MIB, pieces, time_scale
-from pyps.solver.ranks import PlannedRank, most_at_once, unit_of
 
-MOST_ENUMERATED = 20_000  # batches: some seconds
 NEGLIGIBLE = 1e-6  # of the iteration: below, a dual value is the solver's tolerance
 FAR_FROM_BOUND = 1e-3  # samples
 HIGHS_TOLERANCE = 1e-6  # relative; HiGHS meets constraints to 1e-6 of the scaled program
@@ -63,68 +58,6 @@ def agreement(constrained: ConstrainedProblem, batches: Sequence[int], coarse: f
         found = f"HiGHS finds {theirs:.6g} s, the plan takes {ours:.6g} s"
         return f"checked: {found}: sets of many unlike workers are searched to within {coarse:.0%}"
     raise PypsError(f"HiGHS disagrees: {theirs!r} s against {ours!r} s; please report this cluster")
-
-
-def enumerated(
-    cluster: Cluster, ranks: Sequence[PlannedRank], factors: Sequence[float], constrained: ConstrainedProblem
-) -> ConstrainedProblem:
-    """The problem with the costs of accumulated batches anew from the fits: for each batch, every size tried.
-
-    cluster, ranks, factors: what the problem was made from; factors may be empty. The sizes are tried anew
-    here. Of more than MOST_ENUMERATED batches of a rank, or where pyps.solver.accumulate does not try every
-    size, the costs are left as they are.
-    """
-    problem = constrained.problem
-    if cluster.run.local_steps is not None:
-        return constrained
-    found: dict[tuple[int, float, int, int, int], Cost] = {}
-    costs: list[Cost] = []
-    for k, rank in enumerate(ranks):
-        factor = factors[k] if factors else 1.0
-        repeats, multiple = rank.group.max_accumulation, rank.group.batch_multiple
-        at_once, unit = most_at_once(cluster, rank), unit_of(cluster, rank)
-        at_once = at_once if problem.at_once is None else int(problem.at_once[k])
-        last = int(min(problem.max_batch[k], problem.global_batch))
-        key = (id(rank.fit), factor, repeats, at_once, multiple)
-        whole = tries_all(at_once, repeats, unit, multiple, round_samples(cluster))
-        if repeats == 1 or not whole or not multiple <= last <= MOST_ENUMERATED:
-            costs.append(_of_one(problem.costs, k))
-            continue
-        if key not in found:
-            once = factor * (rank.fit.optimizer_seconds or 0.0)
-            found[key] = _every_size(cost_of(rank.fit, factor), once, rank, last, unit, at_once)
-        costs.append(found[key])
-    stacked = replace(Costs.stack(costs), transfer=problem.costs.transfer, overlap=problem.costs.overlap)
-    most = np.minimum(problem.max_batch, problem.global_batch)
-    return replace(constrained, problem=replace(problem, costs=stacked, max_batch=most))
-
-
-def _of_one(costs: Costs, k: int) -> Cost:
-    start, stop = int(costs.start[k]), int(costs.stop[k])
-    if start == stop:
-        return Line(float(costs.c[k]), float(costs.a[k]), float(costs.t0[k]))
-    pairs = zip(costs.knot_batch[start:stop].tolist(), costs.knot_seconds[start:stop].tolist(), strict=True)
-    return Table(tuple(pairs))
-
-
-def _every_size(cost: Cost, once: float, rank: PlannedRank, last: int, unit: int, at_once: int) -> Table:
-    most, repeats = min(last, at_once), rank.group.max_accumulation
-    sizes = np.arange(unit, most + 1, unit)
-    single = np.array([0.0] + [cost.seconds(int(size)) for size in sizes])
-    points = []
-    for batch in range(rank.group.batch_multiple, last + 1, rank.group.batch_multiple):
-        parts = -(-batch // sizes)
-        allowed = (parts <= repeats) & np.isfinite(single[1:])
-        size, before = sizes[allowed], parts[allowed] - 1
-        points.append(
-            (
-                batch,
-                float(
-                    (before * (single[size // unit] - once) + single[(batch - before * size) // unit]).min()
-                ),
-            )
-        )
-    return Table(tuple(points))
 
 
 def shadow_prices(problem: Problem, batches: Sequence[int]) -> ShadowPrices:

@@ -21,8 +21,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pyps.solver.online.decide import Split, SplitChange, decide, gain_worth_a_change, round_seconds
-from pyps.solver.online.device import BalancedDevice, Bounds, DeviceReading, Estimate
+from pyps.solver.online.decide import Bounds, Split, SplitChange, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.device import BalancedDevice, DeviceReading, Estimate
 from pyps.solver.online.members import Ranks, share_out, why_ranks_changed
 
 FIRST_STEPS = 3  # of a rank that nothing is known of, before it gets its share
@@ -156,12 +156,15 @@ class Balancer:
         drifts = any(estimate.drifts for estimate in estimates)
         least_gain = gain_worth_a_change(self.rules.deadband, error, self.corrected, quiet, drifts)
         split = tuple(b if rank in ranks.workers else 0 for rank, b in enumerate(ranks.split))
-        needed = [bool(b) and (bounds[r].required or not self.rules.rests) for r, b in enumerate(split)]
-        change = self._better(split, estimates, bounds, needed, least_gain, step)
+        bounds = [
+            replace(bound, required=bool(batch) and (bound.required or not self.rules.rests))
+            for bound, batch in zip(bounds, split, strict=True)
+        ]
+        change = self._better(split, estimates, bounds, least_gain, step)
         if change is None or any(was and not b for was, b in zip(split, change.after, strict=True)):
             # A smaller batch may help after all: one batch tells nothing of the time for each sample.
             steeper = [replace(estimate, cost=estimate.proportional) for estimate in estimates]
-            change = self._better(split, steeper, bounds, needed, least_gain, step) or change
+            change = self._better(split, steeper, bounds, least_gain, step) or change
         if change is None:
             return None
         self.corrected = not unsure
@@ -175,7 +178,6 @@ class Balancer:
         split: Split,
         estimates: Sequence[Estimate],
         bounds: Sequence[Bounds],
-        needed: Sequence[bool],
         least_gain: float,
         step: int,
     ) -> SplitChange | None:
@@ -185,12 +187,9 @@ class Balancer:
             split,
             [estimate.cost for estimate in estimates],
             [estimate.level / before for estimate, before in zip(estimates, then, strict=True)],
-            [bound.least_multiple for bound in bounds],
-            [bound.most if batch else 0 for bound, batch in zip(bounds, split, strict=True)],
+            [b if batch else replace(b, most=0) for b, batch in zip(bounds, split, strict=True)],
             least_gain,
             step,
-            needed,
-            [bound.multiple for bound in bounds],
             [estimate.unsure for estimate in estimates],
         )
 
@@ -244,28 +243,17 @@ class Balancer:
         required = among - self._hopeless()
         before = self._remembered.get(among) if not taken else None
         if before is None:
-            return self._shared(self._global_batch - taken, among, required, size)
+            return self._shared(self._global_batch - taken, among, required)
         before = before + (0,) * (size - len(before))
         if not self.rules.moves:
             return before
-        needed = [rank in required for rank in range(size)]
-        gain = self.rules.deadband
-        better = self._better(before, self._estimates, self._bounds, needed, gain, 0)
+        bounds = [replace(bound, required=rank in required) for rank, bound in enumerate(self._bounds)]
+        better = self._better(before, self._estimates, bounds, self.rules.deadband, 0)
         return before if better is None else better.after
 
-    def _shared(self, samples: int, among: frozenset[int], required: Collection[int], size: int) -> Split:
+    def _shared(self, samples: int, among: frozenset[int], required: Collection[int]) -> Split:
         """The best split of `samples` among these ranks."""
-        costs, bounds = [estimate.cost for estimate in self._estimates], self._bounds
-        return share_out(
-            samples,
-            among,
-            costs,
-            [bound.most for bound in bounds],
-            required,
-            size,
-            [bound.least_multiple for bound in bounds],
-            [bound.multiple for bound in bounds],
-        )
+        return share_out(samples, among, [one.cost for one in self._estimates], self._bounds, required)
 
     def _measured(self, ranks: Ranks, step: int) -> SplitChange | None:
         """The split with a rank of which nothing was known until its first steps."""
@@ -336,7 +324,7 @@ class Balancer:
             return None
         device.renew()
         size = len(ranks.split)
-        after = self._shared(self._global_batch, ranks.there, ranks.there - self._hopeless(), size)
+        after = self._shared(self._global_batch, ranks.there, ranks.there - self._hopeless())
         if not after[probe.rank]:
             before = probe.before + (0,) * (size - len(probe.before))
             alone = device.estimate.cost.seconds(1) * 1e3

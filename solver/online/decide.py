@@ -9,14 +9,14 @@ time once a step or for every sample: until another batch is timed, a rank's own
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pyps.errors import Infeasible
+from pyps.formats import MAX_BATCH
 from pyps.solver.costs import Cost, Costs
 from pyps.solver.exact.minmax import Problem, solve
 
-T = TypeVar("T", bool, int)
 Split = tuple[int, ...]  # samples a round, by rank
 
 MIN_GAIN = 2.0  # in standard errors of the times: a smaller gain may be none
@@ -27,6 +27,21 @@ LEAST_GAIN = 0.005  # relative: a smaller gain is not worth a change
 MOST_UNSURE = 3  # times: how far a batch moves at once while its rank's cost is unsure
 WORTH_NAMING = 0.05  # relative: a smaller change of a rank's pace is not given as a reason
 LEAD = 2  # rounds that each rank draws between its report and the step at which it reads the decision
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Hold the bounds of a rank's batch, unless it has none. required: it must have samples."""
+
+    least: int = 1
+    most: int = MAX_BATCH
+    multiple: int = 1
+    required: bool = False
+
+    @property
+    def least_multiple(self) -> int:
+        """The least batch that is a multiple too."""
+        return -(-self.least // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -67,26 +82,15 @@ def gain_worth_a_change(
     return max(least * error, min(deadband, certain), LEAST_GAIN)
 
 
-def best_split(
-    global_batch: int,
-    costs: Sequence[Cost],
-    min_batches: Sequence[int],
-    max_batches: Sequence[int],
-    required: Sequence[bool] | bool = True,
-    batch_multiples: Sequence[int] | int = 1,
-) -> Split:
-    """The split with the shortest round. Raises Infeasible.
-
-    costs, min_batches, max_batches: of each rank. required: whether a rank must have samples; of one that has
-    none, min_batches does not hold. batch_multiples: of which each rank's batch must be one.
-    """
+def best_split(global_batch: int, costs: Sequence[Cost], bounds: Sequence[Bounds]) -> Split:
+    """The split with the shortest round. costs, bounds: of each rank. Raises Infeasible."""
     problem = Problem.of(
         Costs.stack(costs),
         global_batch,
-        min_batch=min_batches,
-        max_batch=max_batches,
-        batch_multiple=batch_multiples,
-        required=required,
+        min_batch=[bound.least for bound in bounds],
+        max_batch=[bound.most for bound in bounds],
+        batch_multiple=[bound.multiple for bound in bounds],
+        required=[bound.required for bound in bounds],
     )
     return tuple(int(batch) for batch in solve(problem).batches)
 
@@ -95,45 +99,33 @@ def decide(
     split: Split,
     costs: Sequence[Cost],
     paces: Sequence[float],
-    min_batches: Sequence[int],
-    max_batches: Sequence[int],
+    bounds: Sequence[Bounds],
     least_gain: float,
     step: int,
-    required: Sequence[bool] | bool = True,
-    batch_multiples: Sequence[int] | int = 1,
     unsure: Sequence[bool] = (),
 ) -> SplitChange | None:
     """The change of the split that is worth making, or None.
 
     split: samples a round in force, by rank. costs: of each rank, as estimated now. paces: how many times
-    longer each rank takes than at the last change. min_batches, max_batches: bounds of each rank, in samples.
-    least_gain: the relative gain below which nothing changes. step: the step at which this is decided.
-    required, batch_multiples: as of best_split. unsure: by rank, whether only one batch was timed since its
-    cost has changed; no rank by default. Such a rank keeps samples, and its batch changes by MOST_UNSURE at
-    most.
+    longer each rank takes than at the last change. bounds: of each rank's batch. least_gain: the relative
+    gain below which nothing changes. step: the step at which this is decided. unsure: by rank, whether only
+    one batch was timed since its cost has changed; no rank by default. Such a rank keeps samples, and its
+    batch changes by MOST_UNSURE at most.
     """
-    min_batches, max_batches, required = list(min_batches), list(max_batches), _each(required, split)
-    batch_multiples = _each(batch_multiples, split)
+    bounds = list(bounds)
     for rank, batch in enumerate(split):
         if batch and unsure and unsure[rank]:
-            multiple = batch_multiples[rank]
-            least = -(-batch // (MOST_UNSURE * multiple)) * multiple
-            min_batches[rank] = max(min_batches[rank], least)
-            max_batches[rank] = min(max_batches[rank], MOST_UNSURE * batch)
-            required[rank] = True
+            own = bounds[rank]
+            least, most = max(own.least, -(-batch // MOST_UNSURE)), min(own.most, MOST_UNSURE * batch)
+            bounds[rank] = replace(own, least=least, most=most, required=True)
     try:
-        after = best_split(sum(split), costs, min_batches, max_batches, required, batch_multiples)
+        after = best_split(sum(split), costs, bounds)
     except Infeasible:
         return None
     was, will = round_seconds(costs, split), round_seconds(costs, after)
     if after == split or will > was * (1 - least_gain):
         return None
     return SplitChange(step, split, after, was, will, _reasons(split, after, paces, step))
-
-
-def _each(value: T | Sequence[T], split: Split) -> list[T]:
-    """A value for each rank."""
-    return list(value) if isinstance(value, Sequence) else [value] * len(split)
 
 
 def round_seconds(costs: Sequence[Cost], split: Split) -> float:

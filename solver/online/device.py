@@ -13,25 +13,11 @@ from statistics import median
 from pyps.formats import MAX_BATCH, PlanWorker
 from pyps.solver.accumulate import seconds_in_parts
 from pyps.solver.costs import Cost, Line, cost_of
+from pyps.solver.online.decide import Bounds
 from pyps.solver.online.refit import COUNTED_FROM, OnlineCost, at_least, stretched
 from pyps.solver.online.window import LARGE, quicker, settled, slow, surprises, tells, undecided
 
 MOST_KEPT = 16  # timed steps that were not taken in: a window has fewer
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Hold the bounds of a rank's batch, unless it has none. required: it must have samples."""
-
-    least: int = 1
-    most: int = MAX_BATCH
-    multiple: int = 1
-    required: bool = False
-
-    @property
-    def least_multiple(self) -> int:
-        """The least batch that is a multiple too."""
-        return -(-self.least // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class BalancedDevice:
         depth: int = 1,
     ) -> None:
         """link_seconds: of a step's transfers, which no timed step has. depth: steps under way."""
-        self.online = OnlineCost(prior)
+        self.online = OnlineCost.of(prior)
         self.bounds = bounds or Bounds()
         self.known, self.batch = known, 0
         self.times: list[float] = []

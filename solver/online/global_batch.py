@@ -8,14 +8,14 @@ learns fastest: a larger one takes a device less time a sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from math import sqrt
 from typing import Literal
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost
-from pyps.solver.online.decide import Split, best_split, round_seconds
+from pyps.solver.online.decide import Bounds, Split, best_split, round_seconds
 from pyps.solver.systems.goodput import StatisticalEfficiency
 
 Rule = Literal["adascale", "square-root", "linear", "constant"]
@@ -29,9 +29,7 @@ class BoundedCost:
     """A rank: what a step costs it, and its bounds."""
 
     cost: Cost
-    min_batch: int
-    max_batch: int
-    batch_multiple: int
+    bounds: Bounds
 
 
 def learning_rate_factor(rule: Rule, base_batch: int, global_batch: int, noise_scale: float | None) -> float:
@@ -84,14 +82,9 @@ def next_split(
 
 
 def _split_of(total: int, devices: Sequence[BoundedCost]) -> Split | None:
-    multiple = max(device.batch_multiple for device in devices)
+    multiple = max(device.bounds.multiple for device in devices)
+    bounds = [replace(device.bounds, required=True) for device in devices]
     try:
-        return best_split(
-            -(-total // multiple) * multiple,
-            [device.cost for device in devices],
-            [device.min_batch for device in devices],
-            [device.max_batch for device in devices],
-            batch_multiples=[device.batch_multiple for device in devices],
-        )
+        return best_split(-(-total // multiple) * multiple, [device.cost for device in devices], bounds)
     except Infeasible:
         return None

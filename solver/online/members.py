@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyps.errors import Infeasible
 from pyps.solver.costs import Cost
-from pyps.solver.online.decide import Split, best_split
+from pyps.solver.online.decide import Bounds, Split, best_split
 
 
 @dataclass(frozen=True)
@@ -42,44 +42,32 @@ def share_out(
     samples: int,
     ranks: Collection[int],
     costs: Sequence[Cost],
-    max_batches: Sequence[int],
+    bounds: Sequence[Bounds],
     required: Collection[int],
-    size: int,
-    min_batches: Sequence[int] | None = None,
-    batch_multiples: Sequence[int] | None = None,
 ) -> Split:
-    """The split of `samples` with the shortest step, among these ranks; the others of `size` get none.
+    """The split of `samples` with the shortest step, among these ranks; the others get none.
 
-    costs, max_batches: of each rank. required: ranks that get at least a sample. min_batches,
-    batch_multiples: of ranks with samples; 1 by default. What no cap allows is missing. Where the samples do
-    not suffice for the required ranks, none is required; where no split keeps the minima and multiples,
-    these do not hold.
+    costs, bounds: of every rank. required: ranks that get at least a sample. What no maximum allows is
+    missing. Where the samples do not suffice for the required ranks, none is required; where no split keeps
+    the minima and multiples, these do not hold.
     """
     among = sorted(ranks)
     if not among or samples < 1:
-        return (0,) * size
-    caps = [max_batches[rank] for rank in among]
-    total = min(samples, sum(caps))
-    needed = [rank in required for rank in among] if len(set(required) & set(among)) <= total else False
-    least = [min_batches[rank] if min_batches else 1 for rank in among]
-    multiples = [batch_multiples[rank] if batch_multiples else 1 for rank in among]
-    parts = _nearest_split(total, [costs[rank] for rank in among], (least, caps, multiples), needed)
+        return (0,) * len(bounds)
+    total = min(samples, sum(bounds[rank].most for rank in among))
+    enough = len(set(required) & set(among)) <= total
+    held = [replace(bounds[rank], required=enough and rank in required) for rank in among]
+    parts = _nearest_split(total, [costs[rank] for rank in among], held)
     shared = dict(zip(among, parts, strict=True))
-    return tuple(shared.get(rank, 0) for rank in range(size))
+    return tuple(shared.get(rank, 0) for rank in range(len(bounds)))
 
 
-def _nearest_split(
-    total: int,
-    costs: Sequence[Cost],
-    bounds: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    required: Sequence[bool] | bool,
-) -> Split:
-    """The best split within these minima, maxima and multiples, or within as many of them as can be kept."""
-    least, most, multiples = bounds
-    for needed in (required, False):
+def _nearest_split(total: int, costs: Sequence[Cost], bounds: Sequence[Bounds]) -> Split:
+    """The best split within these bounds, or within as many of them as can be kept."""
+    for tried in (bounds, [replace(bound, required=False) for bound in bounds]):
         with contextlib.suppress(Infeasible):
-            return best_split(total, costs, least, most, needed, multiples)
-    return best_split(total, costs, [1] * len(costs), most, required)
+            return best_split(total, costs, tried)
+    return best_split(total, costs, [Bounds(most=b.most, required=b.required) for b in bounds])
 
 
 def why_ranks_changed(before: Ranks, away: frozenset[int], planned: int, after: Split) -> str:

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median_low
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,13 +63,12 @@ CLEAR = 2  # the first of RATES that a few steps show
 PROPORTIONAL = Line(0.0, 1e-3)
 
 
-class Drift:
+class Drift(msgspec.Struct):
     """The filters. odds: of each rate, log. at, variances: of the log of the time, from what is believed."""
 
-    def __init__(self) -> None:
-        self.odds = [-UNUSUAL if rate else 0.0 for rate in RATES]
-        self.at = [0.0] * len(RATES)
-        self.variances = [1.0] * len(RATES)
+    odds: list[float] = msgspec.field(default_factory=lambda: [-UNUSUAL if rate else 0.0 for rate in RATES])
+    at: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(RATES))
+    variances: list[float] = msgspec.field(default_factory=lambda: [1.0] * len(RATES))
 
     def begin(self, variance: float) -> None:
         """A time is known anew, with this variance; the rates are believed as before."""
@@ -128,21 +128,26 @@ class Timed:
         return max(LEAST_ERROR, self.scatter / math.sqrt(self.steps))
 
 
-class OnlineCost:
-    """Takes in windows of steps; plan with `cost`."""
+class OnlineCost(msgspec.Struct):
+    """Takes in windows of steps; plan with `cost`. As a message it is all that a checkpoint keeps."""
 
-    def __init__(self, prior: Cost | None = None) -> None:
-        self.profiled = prior is not None
-        self.prior = PROPORTIONAL if prior is None else prior
-        self.known: dict[int, Timed] = {}  # by batch, since the last change, the latest timed last
-        self.slopes: tuple[float, float] | None = None  # between which f is; None: before any change
-        self.first: Cost | None = None  # before all changes
-        self.scatter = NOISE  # relative, of a step
-        self.scattered = 0  # steps that it is of, SCATTER_KEPT at most
-        self.drift = Drift()
-        self.lasted = self.passed = 0  # slow steps that were a change's first one, and hiccups
-        self.first_slope = 1.0  # f then
-        self.level = 1.0  # how many times longer steps take than when they were first measured
+    prior: Cost = PROPORTIONAL
+    profiled: bool = True
+    known: dict[int, Timed] = {}  # by batch, since the last change, the latest timed last
+    slopes: tuple[float, float] | None = None  # between which f is; None: before any change
+    first: Cost | None = None  # before all changes
+    scatter: float = NOISE  # relative, of a step
+    scattered: int = 0  # steps that it is of, SCATTER_KEPT at most
+    drift: Drift = msgspec.field(default_factory=Drift)
+    lasted: int = 0  # slow steps that were a change's first one
+    passed: int = 0  # slow steps that were hiccups
+    first_slope: float = 1.0  # f then
+    level: float = 1.0  # how many times longer steps take than when they were first measured
+
+    @staticmethod
+    def of(prior: Cost | None) -> OnlineCost:
+        """One that begins with a profile's cost, or with none."""
+        return OnlineCost(profiled=False) if prior is None else OnlineCost(prior)
 
     @property
     def changed(self) -> bool:
@@ -377,7 +382,7 @@ def at_least(cost: Cost, seconds: float) -> Cost:
     """The cost, but never less than `seconds`."""
     if isinstance(cost, Table):
         return Table(tuple((b, max(seconds, s)) for b, s in cost.points))
-    return replace(cost, floor_seconds=max(seconds, cost.floor_seconds))
+    return msgspec.structs.replace(cost, floor_seconds=max(seconds, cost.floor_seconds))
 
 
 def stretched(cost: Cost, fixed_seconds: float, factor: float) -> Cost:
@@ -387,4 +392,4 @@ def stretched(cost: Cost, fixed_seconds: float, factor: float) -> Cost:
         return Table(tuple(points))
     floor = max(fixed_seconds + factor * cost.floor_seconds, LEAST_SECONDS)
     c, a = fixed_seconds + factor * cost.fixed_seconds, factor * cost.per_sample_seconds
-    return replace(cost, fixed_seconds=c, per_sample_seconds=a, floor_seconds=floor)
+    return Line(c, a, floor)

@@ -15,11 +15,11 @@ import numpy as np
 from pyps.formats import Plan, PlanWorker
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.exact.minmax import Problem, rounded
-from pyps.solver.memory import GIB
 from pyps.solver.milp.checks import ShadowPrices, shadow_prices
 from pyps.solver.ranks import PlannedRank
 from pyps.solver.report.warnings import barred
 from pyps.solver.shards import with_shares
+from pyps.solver.ways import GIB
 
 NEGLIGIBLE = 1e-3  # of the iteration: smaller prices and waits are rounding errors
 NAMED_AT_MOST = 4
@@ -66,7 +66,7 @@ def explain(
 ) -> Explanation:
     """Explain a plan of these ranks and this problem. Raises PypsError if the relaxation has no optimum.
 
-    worth: of memory, as pyps.solver.memory.worth_of_memory says; None: the model is not sharded.
+    worth: of memory, as pyps.solver.ways.worth_of_memory says; None: the model is not sharded.
     """
     batches = [worker.batch for worker in plan.workers]
     n = len(batches)

@@ -23,7 +23,7 @@ from pyps.agreement.consensus import Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.solver import Line
-from pyps.solver.online.decide import best_split, round_seconds
+from pyps.solver.online.decide import Bounds, best_split, round_seconds
 from pyps.torch import (
     GlobalMean,
     Moves,
@@ -51,7 +51,7 @@ def profile_of(cost: Line) -> Profile:
 
 def best_seconds(speeds: tuple[float, ...], slowed: bool) -> float:
     costs = [pace(speed, slowed and k == 0) for k, speed in enumerate(speeds)]
-    return round_seconds(costs, best_split(BATCH, costs, [1] * len(costs), [BATCH] * len(costs)))
+    return round_seconds(costs, best_split(BATCH, costs, [Bounds(most=BATCH, required=True)] * len(costs)))
 
 
 class EmulatedTimer:

@@ -19,6 +19,7 @@ from pyps.native.status import MemberState
 from pyps.native.values import CostModel
 from pyps.run import RunOptions, run
 from pyps.solver.costs import Line
+from pyps.solver.online.decide import Bounds
 from pyps.solver.online.members import share_out
 from pyps.store.policies import ASP, BSP, HPS, R2SP, Backup, Policy
 
@@ -92,7 +93,7 @@ def test_samples_are_shared_out_exactly(
     costs = [Line(0.1, slope) for _, slope, _ in ranks]
     among = data.draw(st.sets(st.sampled_from(range(len(ranks))), min_size=1))
     required = {k for k in among if ranks[k][2]}
-    after = share_out(samples, among, costs, caps, required, len(ranks))
+    after = share_out(samples, among, costs, [Bounds(most=cap) for cap in caps], required)
     total = min(samples, sum(caps[k] for k in among))
     assert sum(after) == total
     assert not any(after[k] for k in range(len(ranks)) if k not in among)

@@ -19,7 +19,7 @@ from pyps.report.steps import applied_steps
 from pyps.run import RunOptions, run
 from pyps.solver.costs import cost_of
 from pyps.solver.online.balancer import Rules
-from pyps.solver.online.decide import Split, best_split, round_seconds
+from pyps.solver.online.decide import Bounds, Split, best_split, round_seconds
 from pyps.worker.step.step import Step
 
 Costs = tuple[tuple[float, float], ...]
@@ -37,7 +37,7 @@ def a_plan(caps: tuple[int | None, ...] = (None, None, None), costs_of: Costs = 
         for c, a in costs_of
     ]
     costs = [cost_of(fit) for fit in fits]
-    split = best_split(GLOBAL_BATCH, costs, [1] * 3, [cap or 1000 for cap in caps])
+    split = best_split(GLOBAL_BATCH, costs, [Bounds(most=cap or 1000, required=True) for cap in caps])
     workers = [
         PlanWorker(
             rank=k,

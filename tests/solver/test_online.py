@@ -6,6 +6,7 @@ import math
 import random
 from statistics import mean
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,17 @@ from sampled import examples
 from pyps.formats import Fit, PlanWorker
 from pyps.solver import Cost, Line, Table
 from pyps.solver.online.balancer import Balancer, Rules
-from pyps.solver.online.decide import LEAST_GAIN, best_split, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.decide import (
+    LEAST_GAIN,
+    Bounds,
+    best_split,
+    decide,
+    gain_worth_a_change,
+    round_seconds,
+)
 from pyps.solver.online.device import BalancedDevice, planned_device
 from pyps.solver.online.members import Ranks
 from pyps.solver.online.refit import OnlineCost, stretched
-from pyps.solver.online.state import DeviceState
 from pyps.solver.online.window import quicker, settled, tells, undecided
 
 PROFILE = Line(0.02, 0.005)
@@ -127,7 +134,7 @@ def test_a_clearly_quicker_step_is_a_change_alone() -> None:
 
 
 def test_without_a_profile_the_fixed_part_may_be_nearly_all() -> None:
-    device, true = OnlineCost(), Line(0.1, 0.0005)
+    device, true = OnlineCost.of(None), Line(0.1, 0.0005)
     for batch in (64, 90):
         device.observe(batch, [true.seconds(batch)] * 5)
     device.observe(64, [true.seconds(64)] * 5)
@@ -139,7 +146,7 @@ def test_without_a_profile_the_fixed_part_may_be_nearly_all() -> None:
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(1e-5, 50.0)), min_size=1, max_size=12))
 def test_any_times_give_a_cost(observed: list[tuple[int, float]]) -> None:
     for prior in (None, PROFILE, Table(((1, 0.1), (10, 0.2), (100, 0.5)))):
-        device = OnlineCost(prior)
+        device = OnlineCost.of(prior)
         for batch, seconds in observed:
             device.observe(batch, [seconds] * 3)
             known = [device.cost.seconds(b) for b in (1, 10, 100)]
@@ -163,17 +170,17 @@ def test_a_wrong_slope_before_a_change_is_mended_after_it() -> None:
     device.observe(115, [now.seconds(115)] * 2)
     assert device.unsure
     others = [Line(0.0, 0.0008), Line(0.0, 0.0012), Line(0.0, 0.0027)]
-    split, sizes, taken = (115, 151, 171, 75), ([1] * 4, [512] * 4), []
+    split, sizes, taken = (115, 151, 171, 75), [Bounds(most=512, required=True)] * 4, []
     for _ in range(4):
         unsure = [device.unsure, *[False] * 3]
-        move = decide(split, [device.cost, *others], [1.0] * 4, *sizes, 0.03, 0, unsure=unsure)
+        move = decide(split, [device.cost, *others], [1.0] * 4, sizes, 0.03, 0, unsure=unsure)
         split = move.after if move else split
         taken.append(split[0])
         device.observe(split[0], [now.seconds(split[0])] * 2)
     truth = [now, *others]
     assert min(taken) >= 115 // 3
     assert taken[-1] == taken[-2]
-    assert round_seconds(truth, split) < 1.05 * round_seconds(truth, best_split(512, truth, *sizes))
+    assert round_seconds(truth, split) < 1.05 * round_seconds(truth, best_split(512, truth, sizes))
 
 
 def test_less_gain_is_worth_a_change_as_evidence_grows() -> None:
@@ -188,14 +195,15 @@ def test_a_loss_within_the_deadband_does_not_last() -> None:
     """2.4 % with 1 % of noise: nothing is certain at first."""
     luck = random.Random(3)
     truth = [Line(0.01, 0.001 * k) for k in (1.0, 1.3, 1.9, 2.5)]
-    best = best_split(400, truth, [1] * 4, [400] * 4)
+    bounds = [Bounds(most=400, required=True)] * 4
+    best = best_split(400, truth, bounds)
     split = (best[0] + 4, best[1], best[2], best[3] - 4)
     devices, least = [OnlineCost(cost) for cost in truth], []
     for _ in range(10):
         for device, cost, batch in zip(devices, truth, split, strict=True):
             device.observe(batch, [cost.seconds(batch) * luck.lognormvariate(0, 0.01) for _ in range(7)])
         least.append(gain_worth_a_change(0.05, max(device.error for device in devices)))
-        move = decide(split, [d.cost for d in devices], [1.0] * 4, [1] * 4, [400] * 4, least[-1], 0)
+        move = decide(split, [d.cost for d in devices], [1.0] * 4, bounds, least[-1], 0)
         split = move.after if move else split
     times = [cost.seconds(batch) for cost, batch in zip(truth, split, strict=True)]
     assert max(times) / mean(times) - 1 < 0.015
@@ -203,11 +211,11 @@ def test_a_loss_within_the_deadband_does_not_last() -> None:
 
 
 def test_decisions_keep_minima_and_multiples() -> None:
-    costs = [Line(0.01, 0.001 * k) for k in (1, 2, 10)]
-    move = decide((32, 24, 8), costs, [1.0] * 3, [8, 8, 8], [64] * 3, 0.03, 0, True, [8, 8, 8])
+    costs, bounds = [Line(0.01, 0.001 * k) for k in (1, 2, 10)], [Bounds(8, 64, 8, required=True)] * 3
+    move = decide((32, 24, 8), costs, [1.0] * 3, bounds, 0.03, 0)
     assert move is None or all(b % 8 == 0 and b >= 8 for b in move.after)
     slowed = [Line(0.01, 0.004), *costs[1:]]
-    moved = decide((32, 24, 8), slowed, [1.0] * 3, [8, 8, 8], [64] * 3, 0.03, 0, True, [8, 8, 8])
+    moved = decide((32, 24, 8), slowed, [1.0] * 3, bounds, 0.03, 0)
     assert moved is not None
     assert moved.after == (16, 40, 8)
 
@@ -223,7 +231,7 @@ def test_steps_that_scatter_widely_move_nothing() -> None:
     """Half as long to one and a half times as long, at random: no device has changed."""
     luck = random.Random(5)
     truth = [Line(0.01, 0.001 * k) for k in (1.0, 1.3, 1.9, 2.5)]
-    split = best_split(400, truth, [1] * 4, [400] * 4)
+    split = best_split(400, truth, [Bounds(most=400, required=True)] * 4)
     balancer = Balancer([BalancedDevice(cost) for cost in truth], split, Rules())
     ranks = Ranks({rank: rank for rank in range(4)}, split)
     for step in range(200):
@@ -274,7 +282,7 @@ def test_what_a_checkpoint_keeps_of_a_device_is_all() -> None:
     for batch, seconds in ((40, 0.26), (80, 0.50), (80, 0.90)):
         device.online.observe(batch, [seconds] * 7)
     assert device.online.first_slope != 1.0
-    DeviceState.of(device).restore(again)
+    again.online = msgspec.json.decode(msgspec.json.encode(device.online), type=OnlineCost)
     for each in (device, again):
         each.online.observe(80, [1.6] * 7)
     assert again.online.cost == device.online.cost

@@ -17,7 +17,7 @@ from ranks import Ranks, run_script
 
 from pyps.errors import InputError
 from pyps.solver import Line
-from pyps.solver.online.decide import round_seconds
+from pyps.solver.online.decide import Bounds, round_seconds
 from pyps.solver.online.global_batch import BoundedCost, Rule, learning_rate_factor, next_split
 from pyps.solver.systems.goodput import StatisticalEfficiency
 from pyps.torch import AdaptiveBatch, UnevenBatchSampler
@@ -41,7 +41,7 @@ def test_rules_without_a_noise_scale(rule: Rule, factor: float) -> None:
 
 
 def test_a_batch_grows_as_far_as_it_pays() -> None:
-    devices = [BoundedCost(cost, 1, 4096, 1) for cost in COSTS]
+    devices = [BoundedCost(cost, Bounds(most=4096)) for cost in COSTS]
     at: dict[float, int] = {}
     for noise in (1.0, 100.0, 10_000.0):
         split, efficiency = (20, 12), StatisticalEfficiency(noise, 32)
@@ -63,7 +63,10 @@ def test_a_batch_grows_as_far_as_it_pays() -> None:
 
 def test_a_batch_of_whole_multiples_stays_within_its_bounds() -> None:
     """The next multiple of 64 above 128 is 192: more than is allowed, or than learns enough."""
-    devices, noisy = [BoundedCost(cost, 64, 4096, 64) for cost in COSTS], StatisticalEfficiency(10_000.0, 128)
+    devices, noisy = (
+        [BoundedCost(cost, Bounds(64, 4096, 64)) for cost in COSTS],
+        StatisticalEfficiency(10_000.0, 128),
+    )
     assert sum(next_split((64, 64), devices, noisy, 192, 0.0, 0.0)) == 192
     assert next_split((64, 64), devices, noisy, 180, 0.0, 0.0) == (64, 64)
     assert next_split((64, 64), devices, noisy, 192, 0.0, 0.9945) == (64, 64)
@@ -136,7 +139,7 @@ def _adaptive(split: list[int]) -> tuple[UnevenBatchSampler, AdaptiveBatch, torc
     sampler = UnevenBatchSampler(600, split, 0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     adaptive = AdaptiveBatch(cast(Any, _Measured), _balance(sampler), optimizer, max_batch=64)
-    adaptive._devices = lambda: [BoundedCost(Line(0.05, 0.001), 1, 64, 1)] * len(split)  # type: ignore[method-assign]
+    adaptive._devices = lambda: [BoundedCost(Line(0.05, 0.001), Bounds(most=64))] * len(split)  # type: ignore[method-assign]
     return sampler, adaptive, optimizer
 
 

@@ -20,8 +20,8 @@ from pyps.formats import Device, ModelInfo, Point, Profile
 from pyps.metrics import Reading, Sink
 from pyps.solver import Cost, Line
 from pyps.solver.online.balancer import Balancer
-from pyps.solver.online.decide import Split, best_split, decide, gain_worth_a_change, round_seconds
-from pyps.solver.online.device import BalancedDevice, Bounds
+from pyps.solver.online.decide import Bounds, Split, best_split, decide, gain_worth_a_change, round_seconds
+from pyps.solver.online.device import BalancedDevice
 from pyps.solver.online.refit import OnlineCost, stretched
 from pyps.solver.online.window import settled
 from pyps.torch import GradientNoise, Moves, Rebalancer, SplitChange, to_sink
@@ -29,6 +29,7 @@ from pyps.torch.compute_timer import ComputeTimer
 
 WINDOW, DEADBAND, LAG = 5, 0.03, 3
 SPEEDS = (1.0, 1.4, 2.0, 2.9)
+WITHIN, NARROW = ([Bounds(most=most, required=True)] * 4 for most in (256, 60))
 NEAR = 1.05  # of the optimum's time
 IN_STEPS = 20
 LATER = int(DEVICE.type == "cuda")  # by so many steps a GPU's own time of one is known later
@@ -45,7 +46,7 @@ def devices(step: int, slowed: int = 100) -> list[Line]:
 @cache
 def best_seconds(costs: tuple[Line, ...]) -> float:
     """A round's time with the best split."""
-    return round_seconds(costs, best_split(256, costs, [1] * 4, [256] * 4))
+    return round_seconds(costs, best_split(256, costs, WITHIN))
 
 
 def simulate(
@@ -53,8 +54,8 @@ def simulate(
 ) -> tuple[list[tuple[int, Split]], list[float]]:
     """The changes (step, split), and by step the round's true time over the best one's."""
     luck = random.Random(seed)
-    learned = [OnlineCost(priors[k] if priors else None) for k in range(4)]
-    split: Split = best_split(256, priors, [1] * 4, [256] * 4) if priors else (64, 64, 64, 64)
+    learned = [OnlineCost.of(priors[k] if priors else None) for k in range(4)]
+    split: Split = best_split(256, priors, WITHIN) if priors else (64, 64, 64, 64)
     coming: tuple[int, Split] | None = None
     corrected = False
     planned_at = [1.0] * 4
@@ -77,7 +78,7 @@ def simulate(
                 unsure = [device.unsure for device in learned]
                 corrected = corrected and not any(unsure)
                 least = gain_worth_a_change(DEADBAND, max(device.error for device in learned), corrected)
-                move = decide(split, believed, paces, [1] * 4, [256] * 4, least, step, unsure=unsure)
+                move = decide(split, believed, paces, WITHIN, least, step, unsure=unsure)
                 if move:
                     planned_at = [device.level for device in learned]
                     coming, corrected = (step + LAG, move.after), not any(unsure)
@@ -95,7 +96,7 @@ def test_a_stall_does_not_take_a_rank_s_samples(first: int, length: int) -> None
         costs = devices(0)
         return [Line(costs[0].fixed_seconds * stalled, costs[0].per_sample_seconds * stalled), *costs[1:]]
 
-    usual = best_split(256, devices(0), [1] * 4, [256] * 4)
+    usual = best_split(256, devices(0), WITHIN)
     changes, over = simulate([*devices(0)], 160, 0.01, 0, at)
     assert all(3 * split[0] >= usual[0] for _, split in changes)
     assert len(changes) <= 2
@@ -146,18 +147,16 @@ def test_profiles_of_the_wrong_level_are_put_right_at_once() -> None:
 
 def test_a_move_says_why() -> None:
     then, now = devices(0), devices(100)
-    split = best_split(256, then, [1] * 4, [256] * 4)
+    split = best_split(256, then, WITHIN)
     paces = [2.0, 1.0, 1.0, 1.02]
-    move = decide(split, now, paces, [1] * 4, [256] * 4, DEADBAND, 420)
+    move = decide(split, now, paces, WITHIN, DEADBAND, 420)
     assert move is not None
     assert move.reasons == (f"rank 0 slowed by 2.0x at step 420: {split[0]} -> {move.after[0]}",)
     assert sum(move.after) == 256
-    assert decide(move.after, now, paces, [1] * 4, [256] * 4, DEADBAND, 421) is None
-    assert (
-        decide(split, now, paces, [1] * 4, [60] * 4, DEADBAND, 420) is None
-    )  # 256 does not fit: what runs, runs
+    assert decide(move.after, now, paces, WITHIN, DEADBAND, 421) is None
+    assert decide(split, now, paces, NARROW, DEADBAND, 420) is None  # 256 does not fit: what runs, runs
     with pytest.raises(Infeasible):
-        best_split(256, now, [1] * 4, [60] * 4)
+        best_split(256, now, NARROW)
 
 
 @pytest.mark.parametrize(

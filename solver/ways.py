@@ -1,12 +1,13 @@
-"""Changes with which a sharded model fits, each planned with before it is proposed; what memory is worth."""
+"""Changes with which a refused cluster has a plan, each tried before it is proposed; what memory is worth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace as changed
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Cluster, Profile, WorkerGroup, check_cluster
@@ -14,8 +15,10 @@ from pyps.formats.cluster import CLUSTER_FILE
 from pyps.formats.mode import Pace
 from pyps.solver.constrained import ConstrainedProblem
 from pyps.solver.jobs.job import best_for_job
+from pyps.solver.local_steps import round_samples
 from pyps.solver.problem import planning_problem, solve_within_limits
-from pyps.solver.ranks import PlannedRank, planned_ranks
+from pyps.solver.ranks import PlannedRank, max_batch_of, planned_ranks
+from pyps.solver.report.warnings import cut_short
 from pyps.solver.shards import GATHERED
 
 GIB = 2**30
@@ -23,16 +26,19 @@ STEPS = 64  # of a GiB that may be proposed
 MOST_GIB = 1024
 MOST_DOUBLINGS = 8  # of micro-batches
 MOST_GROUPS = 8  # of which more memory is tried
+MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
-def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> str:
-    """The smallest changes of a refused cluster with [sharding] that each make it fit; "" if none was found.
+Fits = Callable[..., bool]  # whether a cluster, and profiles in place of its own, has a plan
 
-    Shares that follow the memory; the group whose cards need least more; micro-batches; the nearest global
-    batch; a stage.
+
+def ways_to_fit(
+    cluster: Cluster, profiles: Sequence[Profile], pace: Pace, ranks: Sequence[PlannedRank], nearest: str
+) -> str:
+    """Return the changes of a refused cluster that each give it a plan; "" if none was found.
+
+    ranks: its own. nearest: what the solver proposes, of bounds and the batch.
     """
-    given, ranks = cluster.sharding, planned_ranks(cluster, profiles)
-    assert given is not None
 
     def fits(changed: Cluster, cards: Sequence[Profile] = profiles) -> bool:
         try:
@@ -46,18 +52,59 @@ def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> st
             return False
         return True
 
-    def sharded(**changes: object) -> Cluster:
-        return msgspec.structs.replace(cluster, sharding=msgspec.structs.replace(given, **changes))
+    if cluster.sharding is not None:
+        return _sharded(cluster, profiles, ranks, fits) or nearest
+    ways = [nearest or " or ".join(_without_required(cluster, ranks, fits))]
+    repeats = -(-round_samples(cluster) // max(sum(max_batch_of(r.group, r.profile) for r in ranks), 1))
+    least = min(rank.group.max_accumulation for rank in ranks)
+    if least < repeats <= MAX_REPEATS and fits(_accumulating(cluster, repeats)):
+        ways.append(f"allow every worker max_accumulation = {repeats}")
+    return ", or ".join(filter(None, ways)) + cut_short(round_samples(cluster), ranks)
 
-    job = msgspec.structs.replace(cluster.job, deadline_hours=None, budget=None, confidence=None)
-    if fits(msgspec.structs.replace(cluster, job=job)):
+
+def _accumulating(cluster: Cluster, parts: int) -> Cluster:
+    """The cluster whose workers may all have so many micro-batches."""
+    more = [replace(group, max_accumulation=max(group.max_accumulation, parts)) for group in cluster.worker]
+    return replace(cluster, worker=more)
+
+
+def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], fits: Fits) -> Iterator[str]:
+    """The changes of the required groups with which there is a split."""
+    for name, rank in {rank.group.name: rank for rank in ranks if rank.group.required}.items():
+        parts = -(-(rank.group.min_batch or 1) // max(1, max_batch_of(rank.group, rank.profile)))
+        changes: dict[str, dict[str, Any]] = {f"do not require {name!r}": {"required": False}}
+        if rank.group.max_accumulation < parts <= MAX_REPEATS:
+            raised = f"raise max_accumulation of {name!r} to {parts}"
+            changes = {raised: {"max_accumulation": parts}} | changes
+        for way, change in changes.items():
+            groups = [replace(one, **change) if one.name == name else one for one in cluster.worker]
+            if fits(replace(cluster, worker=groups)):
+                yield way
+
+
+def _sharded(cluster: Cluster, profiles: Sequence[Profile], ranks: Sequence[PlannedRank], fits: Fits) -> str:
+    """The smallest changes of a cluster with [sharding].
+
+    Shares that follow the memory; the group whose cards need least more; micro-batches; the nearest global
+    batch; a stage.
+    """
+    given = cluster.sharding
+    assert given is not None
+
+    def sharded(**changes: object) -> Cluster:
+        return replace(cluster, sharding=replace(given, **changes))
+
+    job = replace(cluster.job, deadline_hours=None, budget=None, confidence=None)
+    if fits(replace(cluster, job=job)):
         return ""  # its memory is not why
     ways = []
     if given.shares == "equal" and fits(sharded(shares="memory")):
         ways.append('set sharding.shares to "memory"')
     ways += _more_memory(cluster, profiles, fits)
-    if parts := _micro_batches(cluster, fits):
-        ways.append(f"allow every worker max_accumulation = {parts}")
+    most = max(group.max_accumulation for group in cluster.worker)
+    doubled = (2**k for k in range(1, MOST_DOUBLINGS) if 2**k > most)
+    parts = next((parts for parts in doubled if fits(_accumulating(cluster, parts))), None)
+    ways += [] if parts is None else [f"allow every worker max_accumulation = {parts}"]
     if batch := _nearest_batch(cluster, ranks, fits):
         ways.append(f"set global_batch to {batch}")
     stages = (stage for stage in range(given.stage + 1, GATHERED + 1) if fits(sharded(stage=stage)))
@@ -65,9 +112,7 @@ def ways_to_fit(cluster: Cluster, profiles: Sequence[Profile], pace: Pace) -> st
     return " or ".join(ways)
 
 
-def _more_memory(
-    cluster: Cluster, profiles: Sequence[Profile], fits: Callable[[Cluster, Sequence[Profile]], bool]
-) -> list[str]:
+def _more_memory(cluster: Cluster, profiles: Sequence[Profile], fits: Fits) -> list[str]:
     """The group that fits with the least more memory on each card; all of them, if none does alone."""
     if any(profile.memory is None for profile in profiles):
         return []
@@ -90,17 +135,17 @@ def with_memory(
     groups, cards = list(cluster.worker), list(profiles)
     for k in those:
         groups[k], cards[k] = _with_more(groups[k], cards[k], more)
-    return msgspec.structs.replace(cluster, worker=groups), cards
+    return replace(cluster, worker=groups), cards
 
 
 def _with_more(group: WorkerGroup, profile: Profile, more: int) -> tuple[WorkerGroup, Profile]:
     memory = profile.memory
     assert memory is not None
     if group.free_bytes is not None:
-        group = msgspec.structs.replace(group, free_bytes=group.free_bytes + more)
+        group = replace(group, free_bytes=group.free_bytes + more)
     room = profile.max_batch and profile.max_batch + int(more // memory.bytes_per_sample)
-    memory = msgspec.structs.replace(memory, budget_bytes=memory.budget_bytes + more)
-    return group, msgspec.structs.replace(profile, memory=memory, max_batch=room and min(MAX_BATCH, room))
+    memory = replace(memory, budget_bytes=memory.budget_bytes + more)
+    return group, replace(profile, memory=memory, max_batch=room and min(MAX_BATCH, room))
 
 
 def _least(fits: Callable[[int], bool], below: int) -> int | None:
@@ -116,30 +161,11 @@ def _least(fits: Callable[[int], bool], below: int) -> int | None:
     return high
 
 
-def _micro_batches(cluster: Cluster, fits: Callable[[Cluster], bool]) -> int | None:
-    """A number of micro-batches that fits, at most twice the least; None if none of those tried does."""
-
-    def has(parts: int) -> bool:
-        groups = [
-            msgspec.structs.replace(group, max_accumulation=max(group.max_accumulation, parts))
-            for group in cluster.worker
-        ]
-        return fits(msgspec.structs.replace(cluster, worker=groups))
-
-    most = max(group.max_accumulation for group in cluster.worker)
-    return next(
-        (parts for parts in (2**k for k in range(1, MOST_DOUBLINGS)) if parts > most and has(parts)), None
-    )
-
-
-def _nearest_batch(
-    cluster: Cluster, ranks: Sequence[PlannedRank], fits: Callable[[Cluster], bool]
-) -> int | None:
+def _nearest_batch(cluster: Cluster, ranks: Sequence[PlannedRank], fits: Fits) -> int | None:
     """The largest smaller global batch that fits, or the least of all workers if that is larger."""
 
     def has(batch: int) -> bool:
-        job = msgspec.structs.replace(cluster.job, global_batch=batch)
-        return fits(msgspec.structs.replace(cluster, job=job))
+        return fits(replace(cluster, job=replace(cluster.job, global_batch=batch)))
 
     multiples = [rank.group.batch_multiple for rank in ranks]
     step, total = math.gcd(*multiples), cluster.job.global_batch
@@ -171,8 +197,8 @@ def worth_of_memory(
 
     before, found, pool = seconds(ranks), dict[str, float](), constrained.problem.pool
     if pool is not None:
-        problem = replace(constrained.problem, pool=replace(pool, at_most=pool.at_most + GIB))
-        after = solve_within_limits(cluster, ranks, replace(constrained, problem=problem))
+        problem = changed(constrained.problem, pool=changed(pool, at_most=pool.at_most + GIB))
+        after = solve_within_limits(cluster, ranks, changed(constrained, problem=problem))
         found[""] = before - after.iteration_seconds
     for name in list(dict.fromkeys(rank.group.name for rank in ranks))[:MOST_GROUPS]:
         more = [_roomier(rank, GIB) if rank.group.name == name else rank for rank in ranks]
@@ -183,4 +209,4 @@ def worth_of_memory(
 def _roomier(rank: PlannedRank, more: int) -> PlannedRank:
     """A rank that is no node, on a card with so many bytes more."""
     group, profile = _with_more(rank.group, rank.profile, more)
-    return replace(rank, group=group, profile=profile, one=(group, profile))
+    return changed(rank, group=group, profile=profile, one=(group, profile))
