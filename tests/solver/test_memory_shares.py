@@ -37,11 +37,11 @@ from pyps.formats import (
 from pyps.solver.costs import Costs, Line
 from pyps.solver.exact.minmax import NotAlike, Pool, Problem, at_index, solve, times
 from pyps.solver.exact.parts import InParts, at_once_within
-from pyps.solver.ways import GIB, STEPS, with_memory
 from pyps.solver.plan import make_plan
 from pyps.solver.planner import Planner
 from pyps.solver.report.explain import Explanation
 from pyps.solver.shards import Card, ModelState, with_shares
+from pyps.solver.ways import GIB, STEPS, with_memory
 
 PARAMETERS = 1_000_000
 ROUNDED = 8  # bytes: each of a rank's kinds is rounded up to whole ones
