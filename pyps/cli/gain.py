@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pyps.cli.options import misplaced_options
 from pyps.cli.profile_views import note
-from pyps.cli.terminal import say, terminal
+from pyps.cli.terminal import figures, say, terminal
 from pyps.errors import InputError
 from pyps.gain import Gain, changes, measure_gain
 from pyps.gain.ranks import LocalDevice, Script
@@ -90,16 +90,12 @@ def _plain(gain: Gain, devices: list[LocalDevice]) -> dict[str, object]:
 
 def _show(gain: Gain, devices: list[LocalDevice], script: Path) -> None:
     sizes = sorted(gain.points[0])
-    table = Table("one device alone", *(f"{size} samples" for size in sizes))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("one device alone", *figures(*(f"{size} samples" for size in sizes)))
     for device, points in zip(devices, gain.points, strict=True):
         name = device.name if device.pace == 1.0 else f"{device.name}, throttle {device.pace:g}"
         table.add_row(name, *(f"{1e3 * points[size]:.1f} ms" if size in points else "-" for size in sizes))
     terminal().print(table)
-    table = Table("all devices", "batches", "a batch", "range", "samples/s")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("all devices", *figures("batches", "a batch", "range", "samples/s"))
     for name, way in (("equal", gain.equal), ("planned", gain.planned)):
         if way is not None:
             times = f"{1e3 * way.seconds:.1f} ms", f"{1e3 * way.low:.1f}-{1e3 * way.high:.1f}"

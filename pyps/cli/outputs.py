@@ -5,8 +5,9 @@ be made, and pictures only in known formats.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from pyps.errors import InputError
 from pyps.formats import Cluster
@@ -16,32 +17,37 @@ PICTURES = (".png", ".svg", ".pdf")
 PLAN_PICTURES = (".png", ".svg")  # as pyps.solver.report.plots draws them
 
 
-def not_an_input(option: str, output: Path | None, inputs: Iterable[Path | None]) -> None:
-    """Raises InputError if `output` is one of the inputs, also by another name. None: not given."""
-    for path in inputs:
-        if output is None or path is None:
-            continue
-        try:
-            same = os.path.samefile(output, path)
-        except (OSError, ValueError):  # one of them does not exist
-            same = output == path
-        if same:
-            raise InputError(option, "", f"{output}, which is an input", "another file")
+def check_outputs(
+    outputs: Mapping[str, Sequence[Path | None]],
+    inputs: Sequence[Path | None] = (),
+    pictures: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Raise InputError if an output cannot be written, is an input, also by another name, or another output,
+    or if the ending of a picture names no format.
 
-
-def not_twice(outputs: Iterable[tuple[str, Path | None]]) -> None:
-    """Raises InputError if two outputs are one file, of which only the later one would be left.
-
-    outputs: each with its option; None: not given.
+    outputs: by option; None: not given. pictures: the endings of those that are pictures.
     """
     taken: dict[Path, str] = {}
-    for option, path in outputs:
-        if path is None:
-            continue
+    given = [(option, path) for option, paths in outputs.items() for path in paths if path is not None]
+    for option, path in given:
+        if any(_is_same(path, read) for read in inputs if read is not None):
+            raise InputError(option, "", f"{path}, which is an input", "another file")
+        check_writable(option, path)
+        if option in pictures and path.suffix.lower() not in pictures[option]:
+            raise InputError(
+                option, "", f"the ending {path.suffix!r}", f"one of {' '.join(pictures[option])}"
+            )
         file = Path(os.path.realpath(path.parent)) / path.name
         if file in taken:
             raise InputError(option, "", f"{path}, the file of {taken[file]}", "another file")
         taken[file] = option
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):  # one of them does not exist
+        return one == other
 
 
 def inputs_of(path: Path, cluster: Cluster) -> list[Path]:
@@ -65,13 +71,6 @@ def check_writable(option: str, output: Path | None) -> None:
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or str(error)
         raise InputError(option, "", f"{output}: {found.lower()}", "a file that can be written") from None
-
-
-def check_picture(option: str, output: Path | None, endings: Iterable[str] = PICTURES) -> None:
-    """Raises InputError if the ending of a picture's file names no format, or it cannot be written."""
-    check_writable(option, output)
-    if output is not None and output.suffix.lower() not in endings:
-        raise InputError(option, "", f"the ending {output.suffix!r}", f"one of {' '.join(endings)}")
 
 
 def check_folder(option: str, folder: Path | None) -> None:

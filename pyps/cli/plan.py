@@ -17,17 +17,15 @@ from pyps.cli.options import DefaultCommand, with_options
 from pyps.cli.outputs import (
     PLAN_PICTURES,
     check_folder,
-    check_picture,
-    check_writable,
+    check_outputs,
     inputs_of,
-    not_an_input,
-    not_twice,
 )
 from pyps.cli.plan_mode import names_file, pace_of, with_mode
 from pyps.cli.terminal import say
 from pyps.errors import InputError
 from pyps.formats import (
     Cluster,
+    Job,
     Profile,
     RunTable,
     WorkerGroup,
@@ -36,6 +34,8 @@ from pyps.formats import (
     read_cluster,
     write_json,
 )
+from pyps.formats.files import typed
+from pyps.formats.options import AUTO
 from pyps.profiler.curve import fitted_profile
 from pyps.solver.planner import Planner
 
@@ -56,7 +56,6 @@ app = typer.Typer(
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")
 ]
-MOST_SAMPLES = 1e12  # of a target, as in the cluster file
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
@@ -138,19 +137,18 @@ def plan_command(
     from pyps.cli.plan_view import working
 
     read = read_cluster(cluster)
-    for option, path in (("--output", output), ("--timeline", timeline), ("--ring", ring)):
-        not_an_input(option, path, inputs_of(cluster, read))
-        check_writable(option, path)
-    for option, path in (("--timeline", timeline), ("--ring", ring)):
-        check_picture(option, path, PLAN_PICTURES)
+    drawn = [_curve(curves, group.name) for group in read.worker if curves is not None]
     check_folder("--curves", curves)
-    drawings = [("--curves", _curve(curves, group.name)) for group in read.worker if curves is not None]
-    not_twice([("--output", output), ("--timeline", timeline), ("--ring", ring), *drawings])
+    check_outputs(
+        {"--output": [output], "--timeline": [timeline], "--ring": [ring], "--curves": drawn},
+        inputs_of(cluster, read),
+        {"--timeline": PLAN_PICTURES, "--ring": PLAN_PICTURES},
+    )
     read = with_mode(cluster, read, given)
     profiles = fitted_profiles(read)
     with names_file(cluster):
-        read = _bounded(cluster, read, target, deadline, budget, confidence)
-        read = _with_options(read, profiles, cluster, global_batch, quantile)
+        job = {"quantile": quantile, "target": target, "budget": budget, "confidence": confidence}
+        read = _with_job(cluster, read, profiles, global_batch, job | {"deadline_hours": deadline})
     planner, notes = Planner(read, profiles, pace_of(cluster, read)), []
     with working("solving"), names_file(cluster):
         plan = planner.plan()
@@ -160,7 +158,8 @@ def plan_command(
     if output is not None:
         write_json(output, plan)
     _draw(planner, timeline, ring)
-    drawn = _draw_curves(planner, curves) if curves is not None else []
+    if curves is not None:
+        _draw_curves(planner, curves)
     notes += [f"wrote {path}" for path in (output, timeline, ring, *drawn) if path is not None]
     _print(planner, explain, as_json)
     for line in notes:
@@ -274,8 +273,7 @@ def pareto(
     from pyps.cli.plan_view import show_batches, show_pareto, working
 
     read = read_cluster(cluster)
-    not_an_input("--picture", picture, inputs_of(cluster, read))
-    check_picture("--picture", picture, PLAN_PICTURES)
+    check_outputs({"--picture": [picture]}, inputs_of(cluster, read), {"--picture": PLAN_PICTURES})
     if batches and picture is not None:
         raise InputError("--picture", "", "with --batches", "one of the two: it is of one global batch")
     if batches and read.run.local_steps is not None:
@@ -309,60 +307,34 @@ def fitted_profiles(cluster: Cluster) -> list[Profile]:
     return [read[group.profile] for group in cluster.worker]
 
 
-def _with_options(
-    read: Cluster,
-    profiles: list[Profile],
-    path: Path,
-    global_batch: str | None,
-    quantile: float | None,
+def _with_job(
+    path: Path, read: Cluster, profiles: list[Profile], global_batch: str | None, given: dict[str, Any]
 ) -> Cluster:
-    """The cluster with the values of the command line.
+    """The cluster with the given values of its job: `given` by key, None where an option is not given.
 
-    read: the cluster as read from `path`, with its profiles. global_batch, quantile: the options; None: not
-    given.
+    path, profiles: the cluster's. global_batch: as the option says it.
     """
-    job = read.job
-    if quantile is not None:
-        if not 0 < quantile < 1:
-            raise InputError("--quantile", "", f"{quantile:g}", "a number between 0 and 1, as 0.95")
-        job = msgspec.structs.replace(job, quantile=quantile)
-    if global_batch == "auto":
-        if read.run.local_steps is not None:
-            raise InputError("--global-batch", "", "auto, with local steps", "a number of samples")
-        if read.goodput is None:
-            raise InputError(
-                str(path), "goodput", "nothing", "noise, a file of a run; or noise_scale and base_batch"
-            )
-        whole = msgspec.structs.replace(read, job=job)  # the noise of its quantile counts
-        found = Planner(whole, profiles, pace_of(path, read)).best_global_batch()
-        job = msgspec.structs.replace(job, global_batch=found)
-    elif global_batch is not None:
-        if not re.fullmatch(r"[1-9]\d{0,8}", global_batch):
+    if global_batch not in (None, AUTO):
+        if not re.fullmatch(r"[1-9]\d{0,8}", str(global_batch)):
             raise InputError("--global-batch", "", repr(global_batch), "a number of samples, or auto")
-        job = msgspec.structs.replace(job, global_batch=int(global_batch))
-    return msgspec.structs.replace(read, job=job)
-
-
-def _bounded(
-    path: Path,
-    read: Cluster,
-    target: float | None,
-    deadline: float | None,
-    budget: float | None,
-    confidence: float | None,
-) -> Cluster:
-    """The cluster with what the command line says of the whole job."""
-    given = {"target": target, "deadline_hours": deadline, "budget": budget}
-    for option, value in zip(("--target", "--deadline", "--budget"), given.values(), strict=True):
-        if value is not None and not 0 < value <= MOST_SAMPLES:
-            raise InputError(option, "", f"{value:g}", f"a number above 0, at most {MOST_SAMPLES:g}")
-    if confidence is not None and not 0 < confidence < 1:
-        raise InputError("--confidence", "", f"{confidence:g}", "a number between 0 and 1, as 0.95")
-    given["confidence"] = confidence
-    job = msgspec.structs.replace(read.job, **{k: v for k, v in given.items() if v is not None})
-    bounded = msgspec.structs.replace(read, job=job)
-    check_cluster(str(path), bounded)
-    return bounded
+        given["global_batch"] = int(str(global_batch))
+    plain = msgspec.to_builtins(read.job) | {key: one for key, one in given.items() if one is not None}
+    try:
+        job = typed("", plain, Job, lambda *_: None)
+    except InputError as error:
+        option = f"--{error.field.removesuffix('_hours').replace('_', '-')}"
+        raise InputError(option, "", error.found, error.expected) from None
+    read = msgspec.structs.replace(read, job=job)
+    check_cluster(str(path), read)
+    if global_batch != AUTO:
+        return read
+    if read.run.local_steps is not None:
+        raise InputError("--global-batch", "", "auto, with local steps", "a number of samples")
+    if read.goodput is None:
+        expected = "noise, a file of a run; or noise_scale and base_batch"
+        raise InputError(str(path), "goodput", "nothing", expected)
+    found = Planner(read, profiles, pace_of(path, read)).best_global_batch()
+    return msgspec.structs.replace(read, job=msgspec.structs.replace(job, global_batch=found))
 
 
 def _draw(planner: Planner, timeline: Path | None, ring: Path | None) -> None:
@@ -377,7 +349,7 @@ def _draw(planner: Planner, timeline: Path | None, ring: Path | None) -> None:
         draw_ring(planner.plan(), ring)
 
 
-def _draw_curves(planner: Planner, folder: Path) -> list[Path]:
+def _draw_curves(planner: Planner, folder: Path) -> None:
     """A picture of every group's profile, with the batches that the plan gives its workers."""
     from pyps.profiler.plot import plot_profile
 
@@ -386,11 +358,8 @@ def _draw_curves(planner: Planner, folder: Path) -> list[Path]:
     for rank in ranks:
         mine = [next(workers).micro_batch for _ in range(rank.group.ranks_each)]
         batches.setdefault(rank.group.name, set()).update(batch for batch in mine if batch)
-    drawn = []
     for group, profile in {r.group.name: (r.one or (r.group, r.profile)) for r in ranks}.values():
-        drawn.append(_curve(folder, group.name))
-        plot_profile(profile, drawn[-1], sorted(batches[group.name]))
-    return drawn
+        plot_profile(profile, _curve(folder, group.name), sorted(batches[group.name]))
 
 
 def _curve(folder: Path, group: str) -> Path:

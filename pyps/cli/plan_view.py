@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.terminal import terminal
+from pyps.cli.terminal import figures, plain_table, terminal
 from pyps.formats import Plan, PlannedRun, PlanWorker, Unit
 from pyps.formats.mode import CODEC_BITS
 from pyps.solver.auto_batch import BatchPoint
@@ -136,7 +136,7 @@ def mode_text(plan: Plan, run: PlannedRun) -> str:
 def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
     even = even_batches(plan.global_batch, len(plan.workers))
 
-    def figures(worker: PlanWorker) -> tuple[str, ...]:
+    def cells(worker: PlanWorker) -> tuple[str, ...]:
         parts = f" ({worker.accumulation} x {worker.micro_batch})" if worker.accumulation > 1 else ""
         return (
             str(even[worker.rank]),
@@ -146,30 +146,26 @@ def _workers(plan: Plan, even_seconds: Sequence[float]) -> Table:
             f"{worker.weight:.4f}",
         )
 
-    return _by_rank(plan, ("even", "time", "planned", "time", "weight"), figures)
+    return _by_rank(plan, ("even", "time", "planned", "time", "weight"), cells)
 
 
 def _memory(plan: Plan) -> Table:
     """Return the GiB that each rank of a sharded model holds, by kind, and the GiB of its card."""
     kinds = ("fixed", "parameters", "gradients", "optimizer", "activations", "total", "memory")
 
-    def figures(worker: PlanWorker) -> tuple[str, ...]:
+    def cells(worker: PlanWorker) -> tuple[str, ...]:
         share = "-" if worker.share is None else f"{worker.share:.4f}"
         return share, *(f"{getattr(worker.bytes, kind, 0) / 2**30:.2f}" for kind in kinds)
 
-    return _by_rank(plan, ("share", "fixed", "params", "grads", "state", "acts", "held", "of GiB"), figures)
+    return _by_rank(plan, ("share", "fixed", "params", "grads", "state", "acts", "held", "of GiB"), cells)
 
 
-def _by_rank(plan: Plan, titles: Sequence[str], figures: Callable[[PlanWorker], tuple[str, ...]]) -> Table:
-    """The figures of each rank under their titles: many like workers, one after another, share a row."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("rank", justify="right")
-    table.add_column("worker")
-    for title in titles:
-        table.add_column(title, justify="right")
+def _by_rank(plan: Plan, titles: Sequence[str], cells: Callable[[PlanWorker], tuple[str, ...]]) -> Table:
+    """The cells of each rank under their titles: many like workers, one after another, share a row."""
+    table = plain_table(*figures("rank"), "worker", *figures(*titles))
 
     def kind(worker: PlanWorker) -> tuple[str, tuple[str, ...]]:
-        return re.sub(r"-\d+$", "", worker.name), figures(worker)
+        return re.sub(r"-\d+$", "", worker.name), cells(worker)
 
     rows: list[tuple[int, int, tuple[str, ...]]] = []
     for (_, shown), like in itertools.groupby(plan.workers, kind):
@@ -188,16 +184,12 @@ def _by_rank(plan: Plan, titles: Sequence[str], figures: Callable[[PlanWorker], 
 
 def show_explanation(found: Explanation, err: bool = False) -> None:
     """Print one row a group, then the verdict."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("group")
-    for title in ("workers", "batch", "waits", "share", "saved by room"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    table = plain_table("group", *figures("workers", "batch", "waits", "share", "saved by room"), "")
     for group in found.groups[:ROWS_AT_MOST]:
         saved = group.seconds_saved_per_sample
         room = f"{1e3 * saved:.3g} ms/sample" if saved > 1e-9 else "-"
-        figures = str(group.workers), str(group.batch), ms(group.waits_seconds), f"{group.share:.2f}"
-        table.add_row(Text(group.name), *figures, room, group.binds)
+        cells = str(group.workers), str(group.batch), ms(group.waits_seconds), f"{group.share:.2f}"
+        table.add_row(Text(group.name), *cells, room, group.binds)
     if len(found.groups) > ROWS_AT_MOST:
         table.caption = f"(and {len(found.groups) - ROWS_AT_MOST} more rows)"
         table.caption_justify = "left"
@@ -208,9 +200,7 @@ def show_explanation(found: Explanation, err: bool = False) -> None:
 
 def show_change(before: PlanSummary, after: PlanSummary, sentence: str, unit: Unit) -> None:
     """Print the figures before and after in two columns, then a sentence. unit: what batches count."""
-    table = Table(box=None, header_style="bold")
-    for title in ("", "now", "then"):
-        table.add_column(title, justify="right" if title else "left")
+    table = plain_table("", *figures("now", "then"))
     table.add_row("iteration", ms(before.iteration_seconds), ms(after.iteration_seconds))
     table.add_row(f"{unit}/s", f"{before.samples_per_second:.4g}", f"{after.samples_per_second:.4g}")
     table.add_row("utilisation", f"{before.utilisation:.1%}", f"{after.utilisation:.1%}")
@@ -230,10 +220,7 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
 
     names: of each worker's group. unit: what batches count.
     """
-    table = Table(box=None, header_style="bold")
-    for title in ("iteration", "price/hour", f"price/million {unit}"):
-        table.add_column(title, justify="right")
-    table.add_column("workers")
+    table = plain_table(*figures("iteration", "price/hour", f"price/million {unit}"), "workers")
     for point in points:
         prices = f"{point.price_per_hour:.4g}", f"{point.price_per_million_samples:.4g}"
         table.add_row(ms(point.solution.iteration_seconds), *prices, _used(point, names))
@@ -242,14 +229,12 @@ def show_pareto(points: Sequence[ParetoPoint], names: Sequence[str], unit: Unit)
 
 def show_batches(front: Sequence[BatchPoint], names: Sequence[str], unit: Unit) -> None:
     """Do as `show_pareto` does, for a front over global batches; both figures are of useful samples."""
-    table = Table(box=None, header_style="bold")
-    for title in ("global batch", "iteration", f"hours/million {unit}", f"price/million {unit}"):
-        table.add_column(title, justify="right")
-    table.add_column("workers")
+    titles = "global batch", "iteration", f"hours/million {unit}", f"price/million {unit}"
+    table = plain_table(*figures(*titles), "workers")
     for one in front:
-        figures = f"{one.seconds_per_million / 3600:.4g}", f"{one.price_per_million:.4g}"
+        prices = f"{one.seconds_per_million / 3600:.4g}", f"{one.price_per_million:.4g}"
         seconds = ms(one.point.solution.iteration_seconds)
-        table.add_row(str(one.global_batch), seconds, *figures, _used(one.point, names))
+        table.add_row(str(one.global_batch), seconds, *prices, _used(one.point, names))
     terminal(highlight=True).print(table)
 
 

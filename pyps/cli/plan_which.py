@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from pyps.cli.terminal import terminal
+from pyps.cli.terminal import figures, plain_table, terminal
 from pyps.errors import InputError
 from pyps.formats import Cluster, Profile, RunTable, encode
 from pyps.simulate.which import Ranked, Ranking, after_pilot, ranked_ways
@@ -39,9 +39,7 @@ def _loss(text: str) -> tuple[str, float]:
 
 def _show(ranking: Ranking) -> None:
     console = terminal(highlight=True)
-    table = Table(box=None, header_style="bold")
-    for column in ("way", "used", "us/sample", "samples", "to the loss"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table = plain_table(Column("way", no_wrap=True), *figures("used", "us/sample", "samples", "to the loss"))
     for one in ranking.ways:
         low, middle, high = (_micro(seconds) for seconds in one.to_loss)
         samples = one.samples

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from pyps.cli import profile_files
 from pyps.cli.options import DefaultCommand, NamesValue
-from pyps.cli.outputs import check_picture, check_writable, not_an_input, not_twice
+from pyps.cli.outputs import PICTURES, check_outputs
 from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
 from pyps.cli.profile_machine import check_cluster_options, plan_machine
 from pyps.cli.profile_views import note, show_profile
@@ -225,9 +225,7 @@ def import_csv(
     Three more columns are read if they are there: peak_bytes, a step's most memory, and link_bytes and
     link_seconds, a message's way to the store or to a peer.
     """
-    files = _output_files(output, plot, no_plot, as_json)
-    for option, path in zip(("--output", "--plot"), files, strict=True):
-        not_an_input(option, path, [csv_file])
+    files = _output_files(output, plot, no_plot, as_json, csv_file)
     profile = import_points(
         csv_file,
         max_batch=max_batch,
@@ -287,25 +285,22 @@ def _parse_whole(option: str, text: str) -> list[int]:
 
 
 def _output_files(
-    output: Path | None, plot: Path | None, no_plot: bool, as_json: bool
+    output: Path | None, plot: Path | None, no_plot: bool, as_json: bool, source: Path | None = None
 ) -> tuple[Path | None, Path | None]:
-    """The files of profile and picture, checked now rather than after minutes of measuring. Raises
-    InputError.
+    """The files of profile and picture, checked now rather than after minutes of measuring. source: what is
+    read. Raises InputError.
     """
     if output is None and not as_json:
         output = DEFAULT_OUTPUT
-    check_writable("--output", output)
     if plot is not None and no_plot:
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", f"matplotlib: {how_to_install('plot')}")
-    not_twice([("--output", output), ("--plot", plot)])
-    check_picture("--plot", plot)
     if plot is None and output is not None and not no_plot and matplotlib_present():
         plot = output.with_suffix(".png")
         if plot == output:
             plot = output.with_suffix(".plot.png")
-    check_writable("--plot", plot)
+    check_outputs({"--output": [output], "--plot": [plot]}, [source], {"--plot": PICTURES})
     return output, plot
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pyps.cli.outputs import check_picture, check_writable, not_an_input
+from pyps.cli.outputs import PICTURES, check_outputs, check_writable
 from pyps.cli.profile_views import note, show_comparison, show_profile
 from pyps.cli.terminal import say
 from pyps.errors import InputError
@@ -34,8 +34,7 @@ def show(
     ] = None,
 ) -> None:
     """Show a profile: its points, a text plot, and which batches to trust."""
-    not_an_input("--plot", plot, [profile])
-    check_picture("--plot", plot)
+    check_outputs({"--plot": [plot]}, [profile], {"--plot": PICTURES})
     found = read_profile(profile)
     show_profile(found, bars=True)
     if plot is not None:
@@ -55,8 +54,7 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write.")],
 ) -> None:
     """Merge profiles of the same device and model: all measurements, fitted together."""
-    not_an_input("--output", output, profiles)
-    check_writable("--output", output)
+    check_outputs({"--output": [output]}, profiles)
     runs = [read_profile(path) for path in profiles]
     merged = merged_profile([str(path) for path in profiles], runs)
     write_json(output, merged)

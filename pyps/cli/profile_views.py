@@ -7,7 +7,7 @@ import math
 import numpy as np
 from rich.table import Table
 
-from pyps.cli.terminal import say, terminal
+from pyps.cli.terminal import figures, say, terminal
 from pyps.formats import Fit, Point, Profile
 from pyps.profiler.curve import fit_of
 from pyps.profiler.fit import point_seconds, predict_seconds
@@ -23,9 +23,8 @@ BUSY, POOR = 0.2, 0.1  # relative limits: spread of a batch's times, error at ba
 def show_profile(profile: Profile, *, bars: bool = False) -> None:
     """Print the points and the fit in a table, and which batches to trust; bars: with a plot (log scale)."""
     fit = fit_of(profile)
-    table = Table(title=title(profile))
-    for heading in ("batch", "median ms", "spread", "samples/s", "fitted ms", "error"):
-        table.add_column(heading, justify="right")
+    headings = "batch", "median ms", "spread", "samples/s", "fitted ms", "error"
+    table = Table(*figures(*headings), title=title(profile))
     for point in profile.points:
         seconds = point_seconds(point)
         median, fitted = float(np.median(seconds)), predict_seconds(fit, point.batch)
@@ -53,9 +52,8 @@ def _spread(point: Point) -> float:
 
 def _parts(profile: Profile) -> Table:
     """The shares of a step's parts, including its data."""
-    table = Table(title="where the time goes")
-    for heading in ("batch", "data", "forward", "backward", "optimizer"):
-        table.add_column(heading, justify="right")
+    headings = "batch", "data", "forward", "backward", "optimizer"
+    table = Table(*figures(*headings), title="where the time goes")
     for point in profile.points:
         if (parts := point.parts) is None:
             continue
@@ -66,9 +64,7 @@ def _parts(profile: Profile) -> Table:
 
 
 def _plot(profile: Profile, fit: Fit) -> Table:
-    table = Table(title="step time, log scale; | is the fit")
-    table.add_column("batch", justify="right")
-    table.add_column("measured")
+    table = Table(*figures("batch"), "measured", title="step time, log scale; | is the fit")
     medians = [float(np.median(point_seconds(point))) for point in profile.points]
     for point, median in zip(profile.points, medians, strict=True):
         bar = _bar(median, predict_seconds(fit, point.batch), min(medians), max(medians))
@@ -168,9 +164,8 @@ def show_comparison(first: Profile, second: Profile) -> None:
     console = terminal()
     if first.model.name != second.model.name:
         console.print(f"different models: {first.model.name} and {second.model.name}")
-    table = Table(title=f"{first.device.name} against {second.device.name}")
-    for heading in ("batch", "first ms", "second ms", "second / first"):
-        table.add_column(heading, justify="right")
+    headings = "batch", "first ms", "second ms", "second / first"
+    table = Table(*figures(*headings), title=f"{first.device.name} against {second.device.name}")
     fits = [fit_of(profile) for profile in (first, second)]
     measured = [
         {point.batch: float(np.median(point_seconds(point))) for point in profile.points}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +9,7 @@ import typer
 
 from pyps.cli.outputs import check_writable
 from pyps.cli.terminal import say
-from pyps.errors import InputError
-from pyps.formats.files import temporary_beside
+from pyps.formats.files import write_bytes
 from pyps.report.page import make_page
 from pyps.report.run_data import load_run
 
@@ -32,13 +30,5 @@ def report_command(
     path = output if output is not None else runs[0] / PAGE
     loaded = load_run(runs)
     check_writable("--output", path)
-    page = make_page(loaded, path)
-    temporary = temporary_beside(path)
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError("--output", "", f"{path}: {error.strerror}", "a file to write") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_bytes(path, make_page(loaded, path).encode())
     say(f"wrote {path}")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from pyps.checkpoint.folder import find_checkpoint, read_manifest
 from pyps.cli.options import misplaced_options, rank_list, with_options
 from pyps.cli.progress import Screen
-from pyps.cli.terminal import terminal
+from pyps.cli.terminal import figures, terminal
 from pyps.errors import InputError
 from pyps.formats import encode, read_plan
 from pyps.formats.options import as_depth
@@ -230,12 +230,10 @@ def show(report: Report) -> None:
     console = terminal()
     emulated = ", emulated devices" if report.emulated else ""
     batches = ", equal batches" if report.even else ""
-    table = Table(title=f"{report.policy}{batches}{emulated}; median ms a step")
     phases = ["data", "compute", "push", "pull", "wait"]
     phases += ["overlapped"] if any(r.overlapped.mean for r in report.ranks) else []
-    table.add_column("rank", overflow="fold")
-    for heading in ("batch", "steps", "samples", *phases, "idle"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = Column("rank", overflow="fold"), *figures("batch", "steps", "samples", *phases, "idle")
+    table = Table(*columns, title=f"{report.policy}{batches}{emulated}; median ms a step")
     for r in report.ranks:
         medians = (_milliseconds(getattr(r, phase).median) for phase in phases)
         table.add_row(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.terminal import say, terminal
+from pyps.cli.terminal import figures, plain_table, say, terminal
 from pyps.store.segments import Segment, collect_garbage, folder, segments
 
 app = typer.Typer(no_args_is_help=True, help="List and remove shared-memory segments.")
@@ -51,9 +51,7 @@ def _print_json(value: object) -> None:
 
 
 def _table(found: list[Segment]) -> Table:
-    table = Table("name", "state", box=None, header_style="bold")
-    table.add_column("size", justify="right")
-    table.add_column("memory", justify="right")
+    table = plain_table("name", "state", *figures("size", "memory"))
     for s in found:
         state = s.state if not s.detail else f"{s.state}: {s.detail}"
         table.add_row(Text(s.name), Text(state), _size(s.bytes), _size(s.resident_bytes))

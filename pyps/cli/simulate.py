@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column
 
 from pyps.cli.options import with_options
-from pyps.cli.outputs import check_picture, check_writable, inputs_of, not_an_input, not_twice
+from pyps.cli.outputs import PICTURES, check_outputs, inputs_of
 from pyps.cli.plan_mode import names_file
-from pyps.cli.terminal import say, terminal
+from pyps.cli.terminal import figures, plain_table, say, terminal
 from pyps.errors import InputError
 from pyps.formats import options, read_cluster
 from pyps.formats.files import write_bytes
@@ -140,11 +140,8 @@ def simulate_command(
     """Train in virtual time under each policy; the C core takes the decisions, as in a real run."""
     check_limits(SimulateOptions, given, "--")
     wanted = SimulateOptions(**given)
-    for option, path in (("--trace", trace_to), ("--plot", plot)):
-        not_an_input(option, path, [*inputs_of(cluster, read_cluster(cluster)), plan])
-    check_writable("--trace", trace_to)
-    check_picture("--plot", plot)
-    not_twice([("--trace", trace_to), ("--plot", plot)])
+    read = [*inputs_of(cluster, read_cluster(cluster)), plan]
+    check_outputs({"--trace": [trace_to], "--plot": [plot]}, read, {"--plot": PICTURES})
     scenario = _scenario(cluster, wanted, plan)
     depth = options.as_depth(wanted.depth, "--depth") or (options.AUTO if scenario.pipelined else 1)
     timeout = wanted.round_timeout or scenario.round_timeout
@@ -270,14 +267,11 @@ def _plain(result: Result, target: float | None) -> dict[str, Any]:
 def _print(scenario: Scenario, results: Sequence[Result], target: float | None, show: bool) -> None:
     console = terminal()
     learned = bool(results[0].curve)
-    title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
-    table = Table(title=title, box=None, header_style="bold")
-    table.add_column("policy", overflow="fold")
     faulty = bool(scenario.faults)
     columns = ["ms", "gain", "idle", *["useful"] * faulty, "stale", "95%", "max", "dropped", "MB"]
     columns += ["loss"] * learned + ["to target"] * (target is not None)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table(Column("policy", overflow="fold"), *figures(*columns))
+    table.title = f"{len(scenario.workers)} workers, global batch {scenario.global_batch}"
     for result in results:
         name = result.policy if result.replans is None else f"{result.policy}, rebalanced"
         cells = _cells(result, results[0], learned, target, scenario.global_batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
+from rich.table import Column, Table
 
 from pyps.errors import shown
 
@@ -41,3 +42,13 @@ def terminal(*, stderr: bool = False, width: int | None = None, highlight: bool 
 def say(text: str, *, stderr: bool = False) -> None:
     """Print a line as it is, but for control characters."""
     print(shown(text), file=sys.stderr if stderr else sys.stdout)
+
+
+def figures(*headings: str) -> list[Column]:
+    """Columns of figures, to the right under their headings."""
+    return [Column(heading, justify="right", no_wrap=True) for heading in headings]
+
+
+def plain_table(*columns: Column | str) -> Table:
+    """A table without a frame."""
+    return Table(*columns, box=None, header_style="bold")
