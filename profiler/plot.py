@@ -7,6 +7,7 @@ hatched, and the batches of a plan are crosses on the line.
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyps.errors import InputError, PypsError, how_to_install, shown
+from pyps.errors import PypsError, how_to_install, shown
 from pyps.formats import Fit, Profile
-from pyps.formats.files import temporary_beside
+from pyps.formats.files import write_bytes
 from pyps.profiler.curve import fit_of
 from pyps.profiler.fit import point_seconds, predict_seconds
 
@@ -29,21 +30,33 @@ def matplotlib_present() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequence[int] = ()) -> None:
-    """Writes the picture, entirely or not at all, in the format of the path's suffix (PNG, SVG or PDF).
-
-    chosen: batches to mark on the curve. Raises PypsError without matplotlib, InputError if the file cannot
-    be written.
-    """
+def new_figure(width: float, height: float) -> Any:
+    """A picture of so many inches. Raises PypsError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         message = f"matplotlib cannot be imported ({error}): {how_to_install('plot')}, or --no-plot"
         raise PypsError(message) from error
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, target: Path) -> None:
+    """Write a picture as its file's ending says, PNG if it says nothing. Raises InputError."""
+    kind, drawn = target.suffix[1:].lower(), io.BytesIO()
+    figure.savefig(drawn, format=kind if kind in ("svg", "pdf") else "png", dpi=150)
+    write_bytes(target, drawn.getvalue())
+
+
+def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequence[int] = ()) -> None:
+    """Writes the picture, entirely or not at all, in the format of the path's suffix (PNG, SVG or PDF).
+
+    chosen: batches to mark on the curve. Raises PypsError without matplotlib, InputError if the file cannot
+    be written.
+    """
+    figure = new_figure(7.0, 4.5)
     axes: Any = figure.subplots()
     fit = fit_of(profile)
     batches = np.array([p.batch for p in profile.points])
@@ -54,7 +67,7 @@ def plot_profile(profile: Profile, path: str | os.PathLike[str], chosen: Sequenc
         label = "chosen: " + ", ".join(map(str, chosen))
         axes.plot(chosen, seconds, "x", color="black", markersize=9, markeredgewidth=2, label=label)
     _label(axes, profile, batches)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
 def _draw_measured(axes: Any, profile: Profile, batches: Ints) -> None:
@@ -101,19 +114,3 @@ def describe_fit(fit: Fit) -> str:
     return (
         f"T(b) = max({fit.floor_seconds * 1e3:.4g}, {line}) ms" if fit.kind == "knee" else f"T(b) = {line} ms"
     )
-
-
-def _save(figure: object, target: Path) -> None:
-    temporary = temporary_beside(target)
-    try:
-        with open(temporary, "xb") as file:
-            kind = target.suffix[1:].lower()
-            figure.savefig(file, format=kind if kind in ("svg", "pdf") else "png", dpi=150)  # type: ignore[attr-defined]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise InputError(str(target), "", found.lower(), "a place to write to") from None
-    finally:
-        temporary.unlink(missing_ok=True)

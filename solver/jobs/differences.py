@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pyps.formats import Cluster, Plan, Profile
+from pyps.formats import Cluster, Plan, PlannedRun, Profile
 from pyps.profiler.multiples import fit_at
 from pyps.solver.costs import cost_of
 from pyps.solver.mode import stated_policy
 from pyps.solver.ranks import max_batch_of
 
 SAME_COST = 0.02  # relative: of a step's seconds that are called the same
-RUN_KEYS = "round_timeout", "local_steps"
+OTHERWISE = {"policy", "local_batch"}  # a plan says its own: with parameters, and in samples
 
 
 def differences(plan: Plan, cluster: Cluster, profiles: Sequence[Profile]) -> list[str]:
@@ -35,9 +35,9 @@ def _of_job(plan: Plan, cluster: Cluster) -> Iterator[str]:
         return
     if run.policy is not None and not plan.run.policy.startswith(stated_policy(run).partition(":")[0]):
         yield _line("run.policy", run.policy, plan.run.policy)
-    for key in RUN_KEYS:
+    for key in PlannedRun.__struct_fields__:
         stated, planned = getattr(run, key), getattr(plan.run, key)
-        if stated is not None and stated != planned:
+        if key not in OTHERWISE and stated is not None and stated != planned:
             yield _line(f"run.{key}", stated, planned)
 
 

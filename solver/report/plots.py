@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pyps.errors import InputError, PypsError, how_to_install, shown
+from pyps.errors import InputError, shown
 from pyps.formats import Plan
-from pyps.formats.files import temporary_beside
+from pyps.profiler.plot import new_figure, save_figure
 from pyps.solver.constrained import even_batches
 from pyps.solver.jobs.pareto import ParetoPoint
 
@@ -34,7 +34,7 @@ def draw_timeline(plan: Plan, even_seconds: Sequence[float], path: Path_) -> Non
     Raises PypsError without matplotlib, InputError where the file cannot be written.
     """
     rows = min(len(plan.workers), ROWS_AT_MOST)
-    figure = _figure(8.0, 1.6 + 0.4 * rows)
+    figure = new_figure(8.0, 1.6 + 0.4 * rows)
     above, below = figure.subplots(2, 1, sharex=True)
     sync = plan.sync.seconds if plan.sync else 0.0
     names = [shown(worker.name) for worker in plan.workers[:rows]]
@@ -86,7 +86,7 @@ def draw_ring(plan: Plan, path: Path_) -> None:
     Raises as draw_timeline.
     """
     ring = plan.r2sp
-    figure = _figure(5.5, 5.5)
+    figure = new_figure(5.5, 5.5)
     axes = figure.add_subplot(projection="polar")
     axes.set_theta_zero_location("N")
     axes.set_theta_direction(-1)
@@ -111,7 +111,7 @@ def draw_ring(plan: Plan, path: Path_) -> None:
 
 def draw_pareto(points: Sequence[ParetoPoint], path: Path_) -> None:
     """Iteration time against price per hour; a star marks the cheapest sample. Raises as draw_timeline."""
-    figure = _figure(6.5, 4.5)
+    figure = new_figure(6.5, 4.5)
     axes = figure.subplots()
     times = [1e3 * point.solution.iteration_seconds for point in points]
     prices = [point.price_per_hour for point in points]
@@ -130,18 +130,6 @@ def draw_pareto(points: Sequence[ParetoPoint], path: Path_) -> None:
     _save(figure, path)
 
 
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        message = f"matplotlib cannot be imported ({error}): {how_to_install('plot')}"
-        raise PypsError(message) from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _legend(figure: Any, entries: Sequence[tuple[str, dict[str, Any]]]) -> None:
     from matplotlib.patches import Patch
 
@@ -150,14 +138,6 @@ def _legend(figure: Any, entries: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _save(figure: Any, path: Path_) -> None:
-    target = Path(path)
-    ending = target.suffix.lower()
-    if ending not in ENDINGS:
-        raise InputError(str(path), "", f"the ending {target.suffix!r}", f"one of {' '.join(ENDINGS)}")
-    temporary = temporary_beside(target)
-    try:
-        figure.savefig(temporary, format=ending[1:], dpi=150)
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(str(path), "", error.strerror or str(error), "a place to write to") from None
+    if (ending := Path(path).suffix.lower()) not in ENDINGS:
+        raise InputError(str(path), "", f"the ending {ending!r}", f"one of {' '.join(ENDINGS)}")
+    save_figure(figure, Path(path))
