@@ -29,7 +29,7 @@ MOST_GROUPS = 8  # of which more memory is tried
 MAX_REPEATS = 1000  # micro-batches that may be proposed
 
 
-Fits = Callable[..., bool]  # whether a cluster, and profiles in place of its own, has a plan
+HasPlan = Callable[..., bool]  # whether a cluster, and profiles in place of its own, has a plan
 
 
 def ways_to_fit(
@@ -68,7 +68,7 @@ def _accumulating(cluster: Cluster, parts: int) -> Cluster:
     return replace(cluster, worker=more)
 
 
-def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], fits: Fits) -> Iterator[str]:
+def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], fits: HasPlan) -> Iterator[str]:
     """The changes of the required groups with which there is a split."""
     for name, rank in {rank.group.name: rank for rank in ranks if rank.group.required}.items():
         parts = -(-(rank.group.min_batch or 1) // max(1, max_batch_of(rank.group, rank.profile)))
@@ -82,7 +82,9 @@ def _without_required(cluster: Cluster, ranks: Sequence[PlannedRank], fits: Fits
                 yield way
 
 
-def _sharded(cluster: Cluster, profiles: Sequence[Profile], ranks: Sequence[PlannedRank], fits: Fits) -> str:
+def _sharded(
+    cluster: Cluster, profiles: Sequence[Profile], ranks: Sequence[PlannedRank], fits: HasPlan
+) -> str:
     """The smallest changes of a cluster with [sharding].
 
     Shares that follow the memory; the group whose cards need least more; micro-batches; the nearest global
@@ -112,7 +114,7 @@ def _sharded(cluster: Cluster, profiles: Sequence[Profile], ranks: Sequence[Plan
     return " or ".join(ways)
 
 
-def _more_memory(cluster: Cluster, profiles: Sequence[Profile], fits: Fits) -> list[str]:
+def _more_memory(cluster: Cluster, profiles: Sequence[Profile], fits: HasPlan) -> list[str]:
     """The group that fits with the least more memory on each card; all of them, if none does alone."""
     if any(profile.memory is None for profile in profiles):
         return []
@@ -161,7 +163,7 @@ def _least(fits: Callable[[int], bool], below: int) -> int | None:
     return high
 
 
-def _nearest_batch(cluster: Cluster, ranks: Sequence[PlannedRank], fits: Fits) -> int | None:
+def _nearest_batch(cluster: Cluster, ranks: Sequence[PlannedRank], fits: HasPlan) -> int | None:
     """The largest smaller global batch that fits, or the least of all workers if that is larger."""
 
     def has(batch: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from msgspec import Meta
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from pyps.errors import InputError
 from pyps.formats import RunTable
@@ -39,6 +39,16 @@ class NamesValue(TyperCommand):
                 if name in names and repr(value) not in getattr(error, "message", ""):
                     error.message = f"found {value!r}: {error.message}"  # type: ignore[attr-defined]
             raise
+        return rest
+
+
+class DefaultGroup(TyperGroup):
+    """Commands, of which the first is meant where no word names one: `pyps-plan a.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [next(iter(self.commands)), *(args or ["--help"] * self.no_args_is_help)]
+        rest: list[str] = super().parse_args(ctx, args)
         return rest
 
 

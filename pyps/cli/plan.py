@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from typer.core import TyperGroup
 
-from pyps.cli.options import DefaultCommand, with_options
+from pyps.cli.options import DefaultCommand, DefaultGroup, with_options
 from pyps.cli.outputs import (
     PLAN_PICTURES,
     check_folder,
@@ -39,19 +38,8 @@ from pyps.formats.options import AUTO
 from pyps.profiler.curve import fitted_profile
 from pyps.solver.planner import Planner
 
-
-class _FileOrCommand(TyperGroup):
-    """A command group in which `pyps-plan a.toml` means `pyps-plan plan a.toml`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in self.commands:
-            args = ["plan", *args]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
-
-
 app = typer.Typer(
-    cls=_FileOrCommand, add_completion=False, no_args_is_help=False, help="Plan the batches of a cluster."
+    cls=DefaultGroup, add_completion=False, no_args_is_help=False, help="Plan the batches of a cluster."
 )
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER", show_default=False, help="The cluster file, in TOML.")

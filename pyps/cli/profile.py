@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
-from typer.core import TyperGroup
 
 from pyps.cli import profile_files
-from pyps.cli.options import DefaultCommand, NamesValue
+from pyps.cli.options import DefaultCommand, DefaultGroup, NamesValue
 from pyps.cli.outputs import PICTURES, check_outputs
 from pyps.cli.profile_files import profile_in, refined_for, sizes_lacking
 from pyps.cli.profile_machine import check_cluster_options, plan_machine
@@ -35,20 +34,10 @@ DEFAULT_OUTPUT = Path("profile.json")
 LINE_SECONDS = 5.0  # between two lines of progress, where stderr is no terminal
 
 
-class _ModelOrCommand(TyperGroup):
-    """A command group in which `pyps-profile mlp` means `pyps-profile measure mlp`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in self.commands:
-            args = ["measure", *(args or ["--help"])]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
-
-
 app = typer.Typer(
-    cls=_ModelOrCommand,
+    cls=DefaultGroup,
     add_completion=False,
-    no_args_is_help=False,
+    no_args_is_help=True,
     help="Measure a device: time a model's training steps, fit T(b), write a profile.",
 )
 

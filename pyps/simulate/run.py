@@ -189,8 +189,7 @@ class Rebalancing:
         self._engine = engine
         workers = list(zip(engine.workers, engine.depths, strict=True))
         devices = [_device(worker, depth, engine.scenario.global_batch) for worker, depth in workers]
-        rules = Rules(rests=engine.needs.lets_ranks_rest)
-        self._balancer = Balancer(devices, engine.scenario.batches, rules)
+        self._balancer = Balancer(devices, engine.scenario.batches, Rules(rests=engine.needs.lets_ranks_rest))
         self._ids: dict[int, int] = {}  # of the present ranks' workers
         self._joined = 0
         self._marks = [(0, 0)]  # time and samples trained, at the start and at each change
