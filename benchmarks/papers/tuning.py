@@ -164,12 +164,12 @@ class TuningResult:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """The geometric means of the competitor's and of its copy's seconds."""
+        """The geometric means of the competitor's and of its copy's seconds; where a run never reaches
+        the loss, their medians.
+        """
         half = len(self.runs) // 2
-        first, second = (
-            float(np.exp(np.mean(np.log(part)))) for part in (self.seconds[:half], self.seconds[half:])
-        )
-        return first, second
+        middle = statistics.geometric_mean if max(self.seconds) < math.inf else statistics.median
+        return middle(self.seconds[:half]), middle(self.seconds[half:])
 
     @property
     def place(self) -> str:

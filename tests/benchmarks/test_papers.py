@@ -163,7 +163,8 @@ def test_a_copy_is_a_tie_and_twice_the_time_a_win() -> None:
 def test_a_rival_that_never_arrives_is_a_win_and_one_lost_seed_a_tie() -> None:
     ours, never = drawn("ours", 10.0, 1), results("never", [math.inf] * 14)
     once = results("once", [20.0] * 13 + [math.inf])
-    limits = null.Null.of([ours])
+    limits = null.Null.of([ours, once])
+    assert 1.0 < limits.within < 1.3, "nor does one lost seed make its copy infinitely slower"
     assert null.Claim.of(ours, never, limits).verdict == "win"
     assert null.Claim.of(ours, once, limits).verdict == "tie"
 
