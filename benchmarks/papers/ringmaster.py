@@ -29,11 +29,14 @@ from pyps.simulate import Quadratic, Scenario, SimWorker, simulate
 WORKERS, DIMENSIONS, NOISE = 6174, 1729, 0.01
 TARGET, LIMIT = 1.0, 6000.0  # of the loss, which is 443 at first; virtual seconds until a run is given up
 MEASURE_EVERY = 25  # gradients
+DIVERGED = 1e4  # a loss
 BOUNDS = (2, 4, 8, 16, 32, 64, 128, 256)
 UNKNOWN_NOISE = 4.0  # that SaPS begins with
 PATIENCE = 1.25  # a trial ends after this many times the best one's seconds
 TUNING_SEED, SEEDS = 101, (1, 2, 3)
 MOST_SECONDS = 60.0  # of this machine, for a run
+
+Score = tuple[float, float, float]  # the less the better
 
 
 @dataclass(frozen=True)
@@ -84,21 +87,28 @@ def bound_of(scenario: Scenario) -> tuple[int, int]:
 
 def train(workers: int, policy: str, step: float, seed: int, limit: float) -> Outcome:
     began = time.monotonic()
-    result = simulate(
-        cluster(workers),
-        policy,
-        iterations=1_000_000,
-        seed=seed,
-        objective=Quadratic(DIMENSIONS, NOISE, seed),
-        lr=step * workers,
-        target_loss=TARGET,
-        seconds=limit,
-        measure_every=MEASURE_EVERY,
-    )
+    with np.errstate(all="ignore"):  # a step size that is too large overflows
+        result = simulate(
+            cluster(workers),
+            policy,
+            iterations=1_000_000,
+            seed=seed,
+            objective=Quadratic(DIMENSIONS, NOISE, seed),
+            lr=step * workers,
+            target_loss=TARGET,
+            seconds=limit,
+            measure_every=MEASURE_EVERY,
+        )
     return Outcome(result.seconds_to(TARGET) or math.inf, result.loss, time.monotonic() - began)
 
 
-def climb(step: float, score: Callable[[float], tuple[float, float]]) -> float:
+def score_of(found: Outcome, step: float) -> Score:
+    """Seconds, or else the last loss, or where that overflowed the step size: a smaller one may not."""
+    loss = found.loss if found.loss < DIVERGED else math.inf
+    return found.seconds, loss, step if loss == math.inf else 0.0
+
+
+def climb(step: float, score: Callable[[float], Score]) -> float:
     """The best step size by factors of two from `step`: half of it and twice of it are no better."""
     for factor in (2.0, 0.5):
         while score(step * factor) < score(step):
@@ -117,18 +127,18 @@ class Tuned:
 
 def measure(way: Way, workers: int, limit: float, seeds: tuple[int, ...], apart: int) -> Tuned:
     """apart: what is added to each seed."""
-    tried: dict[tuple[str, float], tuple[float, float]] = {}
+    tried: dict[tuple[str, float], Score] = {}
 
-    def score(policy: str, step: float) -> tuple[float, float]:
+    def score(policy: str, step: float) -> Score:
         if (policy, step) not in tried:
-            seconds, _ = min(tried.values(), default=(math.inf, math.inf))
+            seconds = min((seconds for seconds, *_ in tried.values()), default=math.inf)
             found = train(workers, policy, step, TUNING_SEED + apart, min(limit, PATIENCE * seconds))
-            tried[policy, step] = found.seconds, found.loss
+            tried[policy, step] = score_of(found, step)
         return tried[policy, step]
 
     step, behind = way.step, 0
     for policy in way.policies:
-        before = min(tried.values(), default=(math.inf, math.inf))
+        before = min(tried.values(), default=(math.inf, math.inf, math.inf))
         step = climb(step, partial(score, policy))
         behind = 0 if score(policy, step) < before else behind + 1
         if behind == ENOUGH:

@@ -127,7 +127,20 @@ def test_the_setting_of_ringmaster(quick: Quick) -> None:
 
 
 def test_a_step_size_is_climbed_to_from_afar() -> None:
-    assert ringmaster.climb(0.016, lambda step: (abs(math.log2(step / 0.256)), 0.0)) == pytest.approx(0.256)
+    found = ringmaster.climb(0.016, lambda step: (abs(math.log2(step / 0.256)), 0.0, 0.0))
+    assert found == pytest.approx(0.256)
+
+
+@pytest.mark.parametrize("overflowed", [math.nan, 1e307, math.inf])
+def test_a_step_size_that_diverges_is_left_for_smaller_ones(overflowed: float) -> None:
+    """However it diverges: at 1.0 the loss overflows to a smaller number than at 0.5."""
+
+    def score(step: float) -> ringmaster.Score:
+        if step < 0.01:
+            return ringmaster.score_of(ringmaster.Outcome(10.0 + abs(math.log2(step * 256)), 0.9, 1.0), step)
+        return ringmaster.score_of(ringmaster.Outcome(math.inf, overflowed / step, 1.0), step)
+
+    assert ringmaster.climb(0.5, score) == pytest.approx(1 / 256)
 
 
 def results(title: str, seconds: list[float]) -> tuning.TuningResult:
