@@ -305,22 +305,4 @@ def _criteria(pairs: dict[TuningResult, list[Pair]]) -> list[Criterion]:
             value, due = ", ".join(map(str, sorted(staleness))), len(best.runs[0].ranks) - 1
             figure = "R2SP's staleness except in the first and last cycle"
             criteria.append(Criterion(figure, value, f"{due}", staleness == {due}))
-    return criteria + _time_criteria(pairs)
-
-
-def _time_criteria(pairs: dict[TuningResult, list[Pair]]) -> list[Criterion]:
-    times = {
-        best.competitor.title: statistics.median(p.seconds_to(TARGET)[0] for p in found)
-        for best, found in pairs.items()
-    }
-    criteria = []
-    if BACKUP_ONE.title in times:
-        gain = times[BACKUP_ONE.title] / times[PLANNED.title]
-        figure = "one backup worker's time to the loss over BOA's"
-        criteria.append(Criterion(figure, f"{gain:.2f}", "> 1", gain > 1))
-    for rival in (ASP, EVEN, BACKUP_ONE, SSP, DYNSGD):
-        if {rival.title, SAPS.title} <= times.keys():
-            ratio = times[rival.title] / times[SAPS.title]
-            figure = f"{rival.title}'s time to the loss over SaPS's"
-            criteria.append(Criterion(figure, f"{ratio:.2f}", "> 1", ratio > 1))
     return criteria
