@@ -33,14 +33,13 @@ def check_outputs(
         if any(_is_same(path, read) for read in inputs if read is not None):
             raise InputError(option, "", f"{path}, which is an input", "another file")
         check_writable(option, path)
-        if option in pictures and path.suffix.lower() not in pictures[option]:
-            raise InputError(
-                option, "", f"the ending {path.suffix!r}", f"one of {' '.join(pictures[option])}"
-            )
         file = Path(os.path.realpath(path.parent)) / path.name
         if file in taken:
             raise InputError(option, "", f"{path}, the file of {taken[file]}", "another file")
         taken[file] = option
+        if option in pictures and path.suffix.lower() not in pictures[option]:
+            expected = f"one of {' '.join(pictures[option])}"
+            raise InputError(option, "", f"the ending {path.suffix!r}", expected)
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -285,7 +285,7 @@ def _output_files(
         raise InputError("--plot", "", "--no-plot as well", "one of the two")
     if plot is not None and not matplotlib_present():
         raise InputError("--plot", "", "no matplotlib", f"matplotlib: {how_to_install('plot')}")
-    if plot is None and output is not None and not no_plot and matplotlib_present():
+    if plot is None and output is not None and output.name and not no_plot and matplotlib_present():
         plot = output.with_suffix(".png")
         if plot == output:
             plot = output.with_suffix(".plot.png")

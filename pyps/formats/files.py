@@ -81,7 +81,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # its folder may be none
             temporary.unlink()
-        raise InputError(str(path), "", error.strerror or str(error), "a place to write to") from None
+        raise InputError(str(path), "", str(error.strerror or error).lower(), "a place to write to") from None
 
 
 def temporary_beside(target: Path) -> Path:

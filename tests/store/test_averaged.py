@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ print(pyps.native.isa())
 
 
 def test_every_instruction_set_gives_numpys_bits() -> None:
-    here = os.path.dirname(__file__)
+    here = os.pathsep.join(str(Path(__file__).parents[k] / name) for k, name in ((0, ""), (1, "helpers")))
     for isa in ("scalar", "avx2", "avx512", "neon"):
         env = {**os.environ, "PYPS_ISA": isa, "PYTHONPATH": here}
         done = subprocess.run([sys.executable, "-c", ISA_PROBE], env=env, capture_output=True, text=True)

@@ -324,8 +324,8 @@ class Balanced:
     steps = 7
     history: ClassVar = [SplitChange(5, (8, 8), (10, 6), 1.0, 0.8, ("rank 1 slowed by 2.0x",), (0, 7))]
 
-    def scalars(self) -> dict[str, float]:
-        return {"replans": 1.0, "rank0/batch": 10.0, "rank1/batch": 6.0}
+    def readings(self) -> list[Reading]:
+        return [Reading("replans", 1.0), Reading("batch", 10.0, 0), Reading("batch", 6.0, 1)]
 
 
 class Kept(Sink):
