@@ -10,7 +10,7 @@
 #   make lint      formatting, style and types
 #   make brute-force  plans of 5,000 small clusters a family against every split (COUNT=5000); spot machines; 12 kinds
 #   make bench     the benchmarks, each with its rival in the same run
-#   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: 80 minutes
+#   make papers    what the four systems promise, measured against tuned rivals, into bench-out/: 7,500 s of CPU
 #   make networks  the four systems on a ResNet, a VGG and a GPT: hours
 #   make soak      half an hour of eight workers, here and over a link, killed, stopped, cut off and replaced
 #   make kills     whole runs killed and resumed 200 times, which end as one that was not
