@@ -53,6 +53,11 @@ class InputError(PypsError):
         super().__init__(f"{place}: found {found}; expected {expected}")
 
 
+def reason_of(error: Exception) -> str:
+    """Say in lower case why the operating system refused, or what else an error says."""
+    return str(getattr(error, "strerror", None) or error).lower()
+
+
 class CoreMissing(PypsError):
     """The compiled core was asked for where only the pure-Python package is installed."""
 

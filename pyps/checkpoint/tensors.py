@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from pyps.errors import InputError
+from pyps.errors import InputError, reason_of
 from pyps.formats.checkpoint import TensorFile
 from pyps.formats.files import open_plain, temporary_beside
 
@@ -68,7 +68,7 @@ def write_whole(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None
 
 def write_error(path: Path, error: Exception, needed: int) -> InputError:
     """The error of a file that cannot be written; needed: its bytes."""
-    reason = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+    reason = reason_of(error).removeprefix("error while serializing: ")
     return InputError(str(path), "", reason, f"a place to write {needed} bytes to")
 
 
@@ -78,8 +78,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(str(path), "", reason.lower(), "a file of tensors (safetensors)") from None
+        raise InputError(str(path), "", reason_of(error), "a file of tensors (safetensors)") from None
 
 
 def verify_file(path: Path, expected: TensorFile) -> None:
@@ -92,8 +91,7 @@ def verify_file(path: Path, expected: TensorFile) -> None:
                 raise InputError(str(path), "size", f"{size} bytes", wanted)
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(str(path), "", reason, "a file of the checkpoint") from None
+        raise InputError(str(path), "", reason_of(error), "a file of the checkpoint") from None
     if found != expected.sha256:
         wanted = f"{expected.sha256[:12]}..., as checkpoint.json says: the file is damaged"
         raise InputError(str(path), "sha256", f"{found[:12]}...", wanted)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from pyps.errors import InputError
+from pyps.errors import InputError, reason_of
 from pyps.formats import Cluster
 from pyps.formats.files import temporary_beside
 
@@ -68,8 +68,8 @@ def check_writable(option: str, output: Path | None) -> None:
         with open(probe, "xb"):
             probe.unlink()
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise InputError(option, "", f"{output}: {found.lower()}", "a file that can be written") from None
+        found = f"{output}: {reason_of(error)}"
+        raise InputError(option, "", found, "a file that can be written") from None
 
 
 def check_folder(option: str, folder: Path | None) -> None:
@@ -79,6 +79,6 @@ def check_folder(option: str, folder: Path | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        found = f"{folder}: {(error.strerror or str(error)).lower()}"
+        found = f"{folder}: {reason_of(error)}"
         raise InputError(option, "", found, "a folder to write to") from None
     check_writable(option, folder / "picture.png")

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pyps.errors import InputError, one_of
+from pyps.errors import InputError, one_of, reason_of
 
 MAX_FILE_BYTES = 1 << 28
 PIPE_SECONDS = 5.0
@@ -81,7 +81,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # its folder may be none
             temporary.unlink()
-        raise InputError(str(path), "", str(error.strerror or error).lower(), "a place to write to") from None
+        raise InputError(str(path), "", reason_of(error), "a place to write to") from None
 
 
 def temporary_beside(target: Path) -> Path:
@@ -110,8 +110,8 @@ def open_plain(
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-    raise InputError(str(path), "", found.lower(), expected)
+        found = reason_of(error)
+    raise InputError(str(path), "", found, expected)
 
 
 def read_struct(path: str | os.PathLike[str], kind: type[T], expected: str) -> T:
@@ -136,8 +136,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
                 raise IsADirectoryError(0, "a directory")
             data = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else _piped(file.fileno())
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise InputError(where, "", found.lower(), "a readable file") from None
+        raise InputError(where, "", reason_of(error), "a readable file") from None
     if len(data) > MAX_FILE_BYTES:
         raise InputError(where, "", f"more than {MAX_FILE_BYTES} bytes", "a smaller file")
     try:

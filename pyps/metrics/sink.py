@@ -14,7 +14,7 @@ from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from pyps.errors import InputError, how_to_install, shown
+from pyps.errors import InputError, how_to_install, reason_of, shown
 
 PROMETHEUS_HOST = "127.0.0.1"
 RANK = "rank_"  # begins the names of Prometheus's gauges by rank
@@ -84,7 +84,7 @@ class PrometheusSink(Sink):
         try:
             self._server, self._thread = self._client.start_http_server(port, PROMETHEUS_HOST, self._registry)
         except OSError as error:
-            found = f"port {port} of {PROMETHEUS_HOST}: {error.strerror or error}"
+            found = f"port {port} of {PROMETHEUS_HOST}: {reason_of(error)}"
             raise InputError("metrics", "prometheus", found, "a free port") from None
         self.port = int(self._server.server_port)
 
@@ -126,7 +126,7 @@ class TensorBoardSink(Sink):
         try:
             self._writer: Any = writers.EventFileWriter(os.fspath(folder))
         except OSError as error:
-            found = f"{os.fspath(folder)}: {error.strerror or error}"
+            found = f"{os.fspath(folder)}: {reason_of(error)}"
             raise InputError("metrics", "tensorboard", found, "a folder to write to") from None
         self._failed = False
 

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from pyps.errors import InputError, shown
+from pyps.errors import InputError, reason_of, shown
 from pyps.formats.files import learnt
 
 KEY_LENGTH = 40  # Z85 text of 32 bytes
@@ -216,8 +216,7 @@ def _changing(folder: Path) -> Iterator[None]:
         finally:
             os.close(lock)
     except OSError as error:
-        found = error.strerror or str(error)
-        raise InputError("keys", os.fspath(folder), found, "a folder to write to") from None
+        raise InputError("keys", os.fspath(folder), reason_of(error), "a folder to write to") from None
 
 
 def _write(path: Path, keys: ServerKeys | ClientKeys) -> None:
@@ -243,7 +242,7 @@ def _exists(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise InputError("keys", os.fspath(path), error.strerror or str(error), "a folder of keys") from None
+        raise InputError("keys", os.fspath(path), reason_of(error), "a folder of keys") from None
 
 
 def _check_folder(path: Path) -> None:
@@ -276,7 +275,7 @@ def _read(path: str | os.PathLike[str], kind: type[Keys]) -> Keys:
                 raise InputError(where, "", "something that is not a plain file", expected)
             data = file.read(MAX_FILE_BYTES)
     except OSError as error:
-        raise InputError(where, "", error.strerror or str(error), expected) from None
+        raise InputError(where, "", reason_of(error), expected) from None
     if not hasattr(os, "geteuid"):  # the lists of rights of Windows are not looked at
         return _decoded(where, data, kind, expected)
     if found.st_uid != os.geteuid():

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from pyps.errors import InputError
+from pyps.errors import InputError, reason_of
 from pyps.store.segments import folder as segment_folder
 
 MAX_PATH_BYTES = 107  # of a unix socket, <sys/un.h>
@@ -39,7 +39,7 @@ def check_socket(path: str) -> None:
         try:
             check_private("address", Path(path).parent)
         except (PermissionError, NotADirectoryError) as error:
-            raise InputError("address", path, str(error.strerror), "a socket of this user") from None
+            raise InputError("address", path, reason_of(error), "a socket of this user") from None
 
 
 class SocketFolder:
@@ -62,7 +62,7 @@ class SocketFolder:
             )
         except OSError as error:
             expected = "a folder to write to"
-            raise InputError("serve", str(folder), error.strerror or str(error), expected) from None
+            raise InputError("serve", str(folder), reason_of(error), expected) from None
         import fcntl  # Windows has none, and serves nothing
 
         try:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from pyps.errors import InputError
+from pyps.errors import InputError, reason_of
 from pyps.formats.events import EVENTS
 from pyps.formats.setup import SETUP_FILE
 from pyps.report.report import REPORT
@@ -51,9 +51,8 @@ class Before:
             os.rename(temporary, run_dir / BEFORE)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            found = error.strerror or str(error)
             expected = "a folder to write to, with room for its events"
-            raise InputError(str(run_dir), "", found, expected) from None
+            raise InputError(str(run_dir), "", reason_of(error), expected) from None
         return self
 
     def begin(self) -> None:

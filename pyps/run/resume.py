@@ -19,7 +19,7 @@ import msgspec
 
 from pyps import native
 from pyps.checkpoint.folder import find_checkpoint, newest_checkpoint, verify_folder
-from pyps.errors import Busy, InputError, SegmentNotFound
+from pyps.errors import Busy, InputError, SegmentNotFound, reason_of
 from pyps.formats.checkpoint import Checkpoint
 from pyps.formats.events import EVENTS, EventLog, RunEvent, read_events
 from pyps.formats.files import write_lines
@@ -154,8 +154,8 @@ def continue_folder(run_dir: Path, version: int | None, events: Path) -> int:
         try:
             events.write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in moved))  # its lock is held
         except OSError as error:
-            found = error.strerror or str(error)
-            raise InputError(str(events), "", found, "a file to write to, with room for its events") from None
+            expected = "a file to write to, with room for its events"
+            raise InputError(str(events), "", reason_of(error), expected) from None
     return last
 
 

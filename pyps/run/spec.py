@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pyps.errors import InputError
+from pyps.errors import InputError, reason_of
 from pyps.formats import Mode, Plan, read_plan, write_json
 from pyps.formats.events import EVENTS
 from pyps.formats.files import encode, read_text
@@ -342,7 +342,7 @@ def _make_run_folder(run_dir: StrPath | None, resumed: Resumed) -> Path:
     try:
         folder.mkdir(OWN_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError("run_dir", "", f"{folder}: {error.strerror}", "a folder to write to") from None
+        raise InputError("run_dir", "", f"{folder}: {reason_of(error)}", "a folder to write to") from None
     if resumed.run_dir is not None and os.path.realpath(folder) != os.path.realpath(resumed.run_dir):
         expected = f"{resumed.run_dir}, which is resumed; one of its checkpoints can begin a new run"
         raise InputError("run_dir", "", str(folder), expected)

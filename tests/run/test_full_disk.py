@@ -95,7 +95,7 @@ def test_a_report_that_does_not_fit_hides_no_failure(
     """Exit code 1, not 2: something was trained."""
 
     def full(path: Path, value: object) -> None:
-        raise InputError(str(path), "", "No space left on device", "a place to write to")
+        raise InputError(str(path), "", "no space left on device", "a place to write to")
 
     monkeypatch.setattr(main, "write_json", full)
     spec = type("Spec", (), {"run_dir": tmp_path, "setup": make_setup({0: 4}), "store": "model"})
@@ -103,7 +103,7 @@ def test_a_report_that_does_not_fit_hides_no_failure(
         main.launch(EndsWith(cast(Any, spec), log, error))
     said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
     assert raised.value.exit_code == 1
-    assert any("trace.json: found No space left on device" in line for line in said)
+    assert any("trace.json: found no space left on device" in line for line in said)
     assert error is None or raised.value is error
 
 

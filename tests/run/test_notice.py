@@ -197,8 +197,9 @@ def test_a_scheduler_that_signals_everything_twice_loses_nothing(
                 process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     said = [host.communicate(timeout=60)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [LEFT, LEFT], said
-    assert serve.wait(60) == LEFT
+    ends = [host.returncode for host in hosts] + [serve.wait(60)]
+    # Python that has ended all but itself takes no signal: it ends by it, which a shell calls LEFT too.
+    assert {128 - code if code < 0 else code for code in ends} == {LEFT}, said
     (last,) = checkpoints(tmp_path / "a" / "checkpoints")
     records = [record for name in "ab" for record in pushed(tmp_path / name)]
     assert int(last.name) == max(record.version for record in records)

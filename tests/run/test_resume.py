@@ -318,7 +318,7 @@ def test_a_folder_on_a_full_disk_is_named_and_left(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"worker-0-11\.jsonl: found No space left on device"):
+    with pytest.raises(InputError, match=r"worker-0-11\.jsonl: found no space left on device"):
         write_lines(path, [])
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == before
@@ -336,7 +336,7 @@ def test_a_resume_on_a_full_disk_says_so_and_leaves_the_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(InputError, match=f"^{tmp_path}: found No space left on device; expected a folder"):
+    with pytest.raises(InputError, match=f"^{tmp_path}: found no space left on device; expected a folder"):
         Before(tmp_path).__enter__()
     assert os.listdir(tmp_path) == ["run.jsonl"]
 

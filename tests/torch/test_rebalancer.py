@@ -238,11 +238,11 @@ def test_loading_is_own_time_and_waits_for_buffers_and_a_logged_loss_are_not(
 def test_a_run_with_buffers_and_a_logged_loss_finds_the_split_in_which_none_waits(
     ranks: Ranks, logs: int
 ) -> None:
+    """The slowest rank took 2.5 times as long as with the best split."""
     best = [29, 15, 4]
-    for found in ranks.run(3, jobs.followed, [10, 28, 10], best, 0.06, logs):
-        assert sum(found["split"]) == sum(best)
-        assert all(abs(a - b) <= 2 for a, b in zip(found["split"], best, strict=True)), found
-        assert found["last"] < 0.6 * found["first"]
+    for split in ranks.run(3, jobs.followed, [10, 28, 10], best, 0.06, logs):
+        assert sum(split) == sum(best)
+        assert max(a / b for a, b in zip(split, best, strict=True)) < 0.6 * 2.5, split
 
 
 @pytest.mark.timed
