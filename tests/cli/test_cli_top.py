@@ -32,6 +32,7 @@ from pyps.store.policies import ASP, policy_name
 
 runner = CliRunner()
 PATIENCE_SECONDS = 30.0
+LIKE_SECONDS = 0.05  # of a step: a busy machine makes no straggler of one that takes as long
 HYPER = Hyper(lr=0.1)
 
 
@@ -43,9 +44,10 @@ def pair(shm: Path) -> Iterator[tuple[Store, Store]]:
         yield first, second
 
 
-def push(store: Store) -> None:
+def push(store: Store, computes_seconds: float = 0.0) -> None:
     claim, staging = store.start(), store.stage()
     staging.flat.fill(0.5)
+    time.sleep(computes_seconds)
     store.push(staging, claim.count, HYPER)
 
 
@@ -75,11 +77,11 @@ def test_a_run_whose_store_is_gone(shm: Path, tmp_path: Path, last: Any, words: 
 @pytest.mark.timed
 def test_a_round_that_waits_for_one_rank(pair: tuple[Store, Store]) -> None:
     slow, fast = pair
-    with background(lambda: push(fast)):
-        push(slow)
+    with background(lambda: push(fast, LIKE_SECONDS)):
+        push(slow, LIKE_SECONDS)
     claim, staging = slow.start(), slow.stage()
     sequence = slow.status().sequence
-    with background(lambda: push(fast)):
+    with background(lambda: push(fast, LIKE_SECONDS)):
         while fast.name and not any(m.waits_for is WaitKind.ROUND for m in slow.members()):
             time.sleep(0.005)
         time.sleep(0.6)

@@ -130,7 +130,7 @@ class TestKeys:
         for read in (read_server_keys, read_client_keys, lambda p: make_keys(p.parent)):
             with pytest.raises(InputError):
                 read(path)
-        with pytest.raises(InputError, match="No such file"):
+        with pytest.raises(InputError, match="no such file"):
             read_client_keys(tmp_path / "none")
 
     def test_open_the_door(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

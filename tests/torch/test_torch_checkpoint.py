@@ -100,7 +100,7 @@ def test_errors_reach_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert f"{file}: size: found" in said
     (tmp_path / "taken").write_text("a file where the folder should be")
     for said in ranks.run(2, jobs.save_where_it_fails, tmp_path / "taken"):
-        assert "taken: found File exists" in said
+        assert "taken: found file exists" in said
 
 
 NUMBERS = st.floats() | st.integers()
