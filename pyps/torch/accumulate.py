@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,68 +134,69 @@ def samples_of(batch: Any) -> int:
 
     Raises InputError for a batch without either.
     """
-    found = next(_lengths(batch, top=True), None)
-    if found is None:
-        expected = "tensors with samples in the first dimension, or lists of samples"
-        raise InputError("accumulate", "batch", type(batch).__name__, expected)
-    return found
+    lengths: list[int] = []
+    _with_parts(batch, None, lambda part, _: lengths.append(len(part)))
+    return lengths[0] if lengths else _refuse(batch)
 
 
-def _lengths(batch: Any, top: bool = False) -> Iterator[int]:
-    if top and isinstance(batch, list) and _may_be_fields(batch) and _looks_like_samples(batch):
-        found = f"a list of {len(batch)} tensors that may be fields or samples"
-        raise InputError("accumulate", "batch", found, "a tuple of fields, or samples in one tensor")
-    if isinstance(batch, torch.Tensor):
-        if batch.dim():
-            yield len(batch)
-    elif isinstance(batch, dict):
-        for one in batch.values():
-            yield from _lengths(one)
-    elif isinstance(batch, tuple) or (isinstance(batch, list) and top and not _looks_like_samples(batch)):
-        for one in batch:
-            yield from _lengths(one)
-    elif isinstance(batch, list):
-        yield len(batch)
-
-
-def _may_be_fields(batch: list[Any]) -> bool:
-    """Return whether all of a list are tensors of one length."""
-    tensors = [one for one in batch if isinstance(one, torch.Tensor) and one.dim()]
-    return len(tensors) == len(batch) > 0 and len({len(one) for one in tensors}) == 1
-
-
-def _looks_like_samples(batch: list[Any]) -> bool:
-    """Return whether a list has an entry for each sample, not one for each field: all are of one kind."""
-    kinds = {(one.dtype, one.dim()) if isinstance(one, torch.Tensor) else type(one) for one in batch}
-    return len(kinds) == 1 and not isinstance(batch[0], list | tuple)
-
-
-def cut(batch: Any, rows: int, low: int, high: int, name: str = "batch") -> Any:
-    """Some samples of a batch. Raises InputError for what has another number of them, and what may be both a
-    list of fields and one of samples.
+def cut(batch: Any, rows: int, low: int, high: int) -> Any:
+    """Some samples of a batch. Raises InputError for what has another number of them or none, and what may be
+    both a list of fields and one of samples.
     """
-    if isinstance(batch, torch.Tensor) and batch.dim():
-        if len(batch) != rows:
-            raise InputError("accumulate", name, f"a first dimension of {len(batch)}", f"{rows}, the samples")
-        return batch[low:high]
-    if isinstance(batch, dict):
-        parts = {key: cut(one, rows, low, high, f"{name}[{key!r}]") for key, one in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)
-    if isinstance(batch, tuple):
-        fields = [cut(one, rows, low, high, f"{name}[{k}]") for k, one in enumerate(batch)]
-        return type(batch)(*fields) if hasattr(batch, "_fields") else tuple(fields)
-    if not isinstance(batch, list):
+    names = []
+
+    def part_of(part: Any, name: str) -> Any:
+        names.append(name)
+        if len(part) != rows:
+            is_list = isinstance(part, list)
+            found = f"{'a list' if is_list else 'a first dimension'} of {len(part)}"
+            raise InputError("accumulate", name, found, f"{'one of ' * is_list}{rows}, the samples")
+        return part[low:high]
+
+    found = _with_parts(batch, rows, part_of)
+    return found if names else _refuse(batch)
+
+
+def _refuse(batch: Any) -> NoReturn:
+    expected = "tensors with samples in the first dimension, or lists of samples"
+    raise InputError("accumulate", "batch", type(batch).__name__, expected)
+
+
+def _with_parts(batch: Any, rows: int | None, part_of: Callable[[Any, str], Any], name: str = "batch") -> Any:
+    """The batch with another part in place of each tensor and list of samples; numbers and texts stay.
+
+    rows: the samples, if known. part_of: gets the part and its name.
+    """
+    if isinstance(batch, torch.Tensor):
+        return part_of(batch, name) if batch.dim() else batch
+    if isinstance(batch, Mapping):  # transformers' BatchEncoding is no dict
+        parts = {key: _with_parts(one, rows, part_of, f"{name}[{key!r}]") for key, one in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if not isinstance(batch, list | tuple):
         return batch
-    as_fields = _may_be_fields(batch) and len(batch[0]) == rows
-    as_fields = as_fields or (name == "batch" and not _looks_like_samples(batch))
-    if as_fields and len(batch) == rows and _looks_like_samples(batch):
-        expected = "a tuple of fields, or samples in one tensor"
-        raise InputError("accumulate", name, f"a list of {rows} that may be fields or samples", expected)
-    if as_fields:
-        return [cut(one, rows, low, high, f"{name}[{k}]") for k, one in enumerate(batch)]
-    if len(batch) != rows:
-        raise InputError("accumulate", name, f"a list of {len(batch)}", f"one of {rows}, the samples")
-    return batch[low:high]
+    if isinstance(batch, list) and not _is_of_fields(batch, rows, name):
+        return part_of(batch, name)
+    fields = [_with_parts(one, rows, part_of, f"{name}[{k}]") for k, one in enumerate(batch)]
+    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
+
+
+def _is_of_fields(batch: list[Any], rows: int | None, name: str) -> bool:
+    """Tell whether a list has an entry for each field, not one for each sample, which are all of one kind.
+
+    Raises InputError for one that may be both.
+    """
+    kinds = {(one.dtype, one.dim()) if isinstance(one, torch.Tensor) else type(one) for one in batch}
+    as_samples = len(kinds) == 1 and not isinstance(batch[0], list | tuple)
+    is_top, lengths = name == "batch", {_length_of(one) for one in batch}
+    as_fields = lengths == {rows} or (rows is None and is_top and len(lengths) == 1 and -1 not in lengths)
+    if as_fields and as_samples and rows in (None, len(batch)):
+        found = f"a list of {len(batch)} tensors that may be fields or samples"
+        raise InputError("accumulate", name, found, "a tuple of fields, or samples in one tensor")
+    return as_fields or (is_top and not as_samples)
+
+
+def _length_of(value: Any) -> int:
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() else -1
 
 
 def _check_number(name: str, number: Any) -> None:
