@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, Subset
 
 from pyps.errors import InputError
 from pyps.sharding.modules import unit_of
-from pyps.torch.accelerate_shards import load_weights, shard_models
+from pyps.torch.accelerate_shards import ShardingAccelerator, load_weights
 from pyps.torch.adapter import UnevenRun, check_processes, even_loader, is_shuffled, uneven_loader
 from pyps.torch.sampler import UnevenBatchSampler
 from pyps.torch.wrapped import BY_VIEWS
@@ -39,7 +38,7 @@ SUPPORTED = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WITHOUT_GPUS = "cpu=True where there are no GPUs"
 
 
-class UnevenAccelerator(Accelerator):  # type: ignore[misc]
+class UnevenAccelerator(ShardingAccelerator):
     """An Accelerator for DDP on unlike devices; with one process it is a plain one.
 
     Takes the options of UnevenRun, and Accelerator's. `run` is the UnevenRun. With `shares` save_state()
@@ -66,8 +65,6 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         self._counts: deque[torch.Tensor] = deque(maxlen=4)  # that were gathered since the last round
         self.register_save_state_pre_hook(self._save_run)  # what is registered as an object is a pickle
         self.register_load_state_pre_hook(self._load_run)
-        if self.num_processes > 1 and self.run.stage == 3:
-            shard_models(self, self.run)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepare as Accelerator does; all ranks call it together."""
@@ -115,9 +112,6 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        if self.num_processes > 1 and self.run.shares is not None:
-            self.run.shard(optimizer)
-            device_placement = False  # its state is with its parameters
         optimizer = super().prepare_optimizer(optimizer, device_placement)
         check_processes("UnevenAccelerator", self.num_processes, WITHOUT_GPUS)
         if self.num_processes > 1 and optimizer is self._optimizers[0]:

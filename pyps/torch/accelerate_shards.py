@@ -1,7 +1,7 @@
-"""shard() under an Accelerator, Trainer's own, too: prepare() shards models in place of DDP.
+"""ShardingAccelerator: an Accelerator, Trainer's own, too, whose prepare() keeps shares of a run's states.
 
-Optimizers that were made before get this rank's pieces. State dicts are whole, so checkpoints are those of a
-run without shares.
+With stage=3 it shards models in place of DDP. Optimizers that were made before get this rank's pieces. State
+dicts are whole, so checkpoints are those of a run without shares.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, clean_state_dict_for_safetensors
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,33 +26,44 @@ from pyps.torch.adapter import UnevenRun
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_models(accelerator: Any, run: UnevenRun) -> None:
-    """Let an Accelerator's prepare() shard the models that train. Raises InputError for torch.compile."""
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise InputError("shares", "torch.compile", "on", "off: shard() gathers blocks as they compute")
-    prepare_model, prepare_optimizer = accelerator.prepare_model, accelerator.prepare_optimizer
-    no_sync, get_state_dict = accelerator.no_sync, accelerator.get_state_dict
-    low = LOW.get(accelerator.mixed_precision)
-    policy = None if low is None else MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+class ShardingAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator with the shares of `run`, if it has some. Raises InputError for stage=3 under
+    torch.compile.
+    """
 
-    def with_pieces(*objects: Any, **options: Any) -> Any:
-        found = prepare_optimizer(*objects, **options)
-        take_pieces(found.optimizer)
+    run: UnevenRun
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        is_trained = not evaluation_mode and any(p.requires_grad for p in model.parameters())
+        if self.num_processes > 1 and self.run.stage == 3 and is_trained and unit_of(model) is None:
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                raise InputError(
+                    "shares", "torch.compile", "on", "off: shard() gathers blocks as they compute"
+                )
+            low = LOW.get(self.mixed_precision)
+            policy = low and MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+            shard_blocks(model, self.run.shares, device=self.device, mp_policy=policy)
+            for one in self._optimizers:  # that were prepared before
+                take_pieces(one.optimizer)
+        if unit_of(model) is not None:
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if self.num_processes > 1 and self.run.shares is not None:
+            self.run.shard(optimizer)
+            device_placement = False  # its state is with its parameters
+        found = super().prepare_optimizer(optimizer, device_placement)
+        if self.run.stage == 3:
+            take_pieces(found.optimizer)
         return found
 
-    def sharded(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        if unit_of(model) is None:
-            if evaluation_mode or not any(p.requires_grad for p in model.parameters()):
-                return prepare_model(model, device_placement, evaluation_mode)
-            shard_blocks(model, run.shares, device=accelerator.device, mp_policy=policy)
-            for one in accelerator._optimizers:  # that were prepared before
-                take_pieces(one.optimizer)
-        return prepare_model(model, device_placement=False, evaluation_mode=True)
-
     @contextmanager
-    def held_back(model: Any) -> Iterator[None]:
+    def no_sync(self, model: Any) -> Iterator[None]:
         if unit_of(model) is None:
-            with no_sync(model):
+            with super().no_sync(model):
                 yield
             return
         own = run_of(model)  # each pass is reduced, and adds up on the owners
@@ -61,14 +73,11 @@ def shard_models(accelerator: Any, run: UnevenRun) -> None:
         finally:
             own.ends_round = True
 
-    def whole(model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         if unit_of(model) is None:
-            return get_state_dict(model, unwrap)
+            return super().get_state_dict(model, unwrap)
         found = whole_state_dict(model)
         return found if unwrap else clean_state_dict_for_safetensors(found)  # save_state() does not
-
-    accelerator.prepare_model, accelerator.prepare_optimizer = sharded, with_pieces
-    accelerator.no_sync, accelerator.get_state_dict = held_back, whole
 
 
 def load_weights(model: torch.nn.Module, folder: Path, number: int) -> None:

@@ -194,12 +194,8 @@ class UnevenRun:
             sampler.first_epoch = state["epoch"]
         if self.loader is not None and hasattr(self.loader, "iteration"):
             self.loader.iteration = state["epoch"]
-        if len(own) != len(sampler.split) or sum(state["changes"][0][2]) != sum(sampler.split):
-            return
-        for epoch, number, split in state["changes"]:
-            sampler.replan(split, *max((epoch, number), (sampler.epoch, 0)))
-        self._own_state = own[sampler.rank]
-        if self.mean is not None:
+        if sampler.take_changes(state["changes"]):
+            self._own_state = own[sampler.rank]
             self._load_own()
 
     def save(self, folder: str | os.PathLike[str], *, writes: bool) -> None:
@@ -225,9 +221,9 @@ class UnevenRun:
         return True
 
     def _load_own(self) -> None:
-        state, self._own_state = self._own_state, None
-        if state is None or self.mean is None:
+        if (state := self._own_state) is None or self.mean is None:
             return
+        self._own_state = None
         self.mean.load_state_dict(state["mean"])
         if self.balance is not None and state["balance"] is not None:
             self.balance.load_state_dict(state["balance"])

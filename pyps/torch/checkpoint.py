@@ -213,9 +213,7 @@ def load(
             _load_optimizer(where, optimizer, unpack(common["optimizer"], tensors))
         if sampler is not None:
             sampler.load_state_dict(common.get("sampler", {}))
-            if same_ranks and sum(common["changes"][0][2]) == sum(sampler.split):
-                for epoch, number, split in common["changes"]:
-                    sampler.replan(split, epoch, number)
+            sampler.take_changes(common["changes"])
         rest = {
             name.removeprefix("state."): value for name, value in common.items() if name.startswith("state.")
         }

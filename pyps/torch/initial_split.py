@@ -17,11 +17,12 @@ import torch.distributed as dist
 from pyps.agreement.consensus import DEADLINE_SECONDS, Consensus
 from pyps.errors import Infeasible, InputError
 from pyps.formats import MAX_BATCH, Profile
-from pyps.solver.costs import Cost
+from pyps.solver.costs import Cost, Line
 from pyps.solver.lengths import SampleLengths
 from pyps.solver.online.decide import Bounds, Split, best_split
 from pyps.solver.ranks import prior_of
-from pyps.torch.schedule import proportional_split
+
+ALIKE = Line(0.0, 1.0)  # the cost of devices of which nothing is known: equal batches
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -111,25 +112,8 @@ def _decide(reports: list[_Report]) -> _Decision:
     if 0 < len(unknown) < len(reports):
         expected = "a profile on every rank, or on none"
         return _Decision(input_error=("agreed_split", "profile", f"none on ranks {unknown}", expected))
-    costs = [report.cost for report in reports if report.cost]
-    bounds = [report.bounds for report in reports]
+    costs = [report.cost or ALIKE for report in reports]
     try:
-        if costs:
-            return _Decision(list(best_split(found[0], costs, bounds)))
-        return _Decision(list(_equal(found[0], bounds)))
+        return _Decision(list(best_split(found[0], costs, [report.bounds for report in reports])))
     except Infeasible as error:
         return _Decision(infeasible=str(error))
-
-
-def _equal(total: int, bounds: list[Bounds]) -> Split:
-    """Batches as equal as bounds and whole samples allow. Raises Infeasible."""
-    minima, maxima = [bound.least for bound in bounds], [bound.most for bound in bounds]
-    low, high = sum(minima), sum(maxima)
-    if not low <= total <= high:
-        nearest = f"a global batch of at most {high}" if total > high else f"a global batch of at least {low}"
-        raise Infeasible(f"global_batch {total}: the ranks take {low} to {high}", nearest)
-    split = list(proportional_split(total, (1,) * len(minima), tuple(minima)))
-    while over := [k for k, batch in enumerate(split) if batch > maxima[k]]:
-        split[over[0]] -= 1
-        split[min((k for k in range(len(split)) if split[k] < maxima[k]), key=lambda k: split[k])] += 1
-    return tuple(split)

@@ -120,6 +120,7 @@ class Rounds(ABC):
         self.planned_bytes = planned_bytes(plan)  # of each rank
         self.epoch = self.position = self.trained = self.passes = 0
         self.per_step = 1
+        self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
         self.resumed_epoch = 0  # of the state that was loaded: samples of earlier ones were trained
         self.before_pass: Callable[[], None] | None = None  # called once, when the next pass begins
         self._readers: list[Reader] = []
@@ -214,6 +215,15 @@ class Rounds(ABC):
             if (epoch, number) > now
         ]
         return [(self.epoch, 0, self._split_at(now)), *later]
+
+    def take_changes(self, changes: Sequence[tuple[int, int, Split]]) -> bool:
+        """Take what changes() gave, after load_state_dict(): False for another number of ranks, or B."""
+        _, _, split = changes[0]
+        if len(split) != len(self.split) or sum(split) != sum(self.split):
+            return False
+        for epoch, number, split in changes:  # a state of an epoch's end begins the next one
+            self.replan(split, *max((epoch, number), (self.epoch, 0)))
+        return True
 
     def last_round(self) -> tuple[int, int, float] | None:
         """Return round_work() of the latest trained round; None if it is not known any more."""
@@ -312,11 +322,17 @@ class Rounds(ABC):
             found = split
         return found
 
-    def _check_epoch(self, epoch: int) -> None:
-        """Raise InputError for an epoch before that of the state that was loaded."""
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch, at its first sample; the same number again changes nothing.
+
+        Raises InputError for an epoch before that of a state that was loaded.
+        """
+        epoch += self.first_epoch
         if epoch < self.resumed_epoch:
             expected = f"{self.resumed_epoch} or later, as in the checkpoint: range(sampler.epoch, ...)"
             raise InputError("set_epoch", "epoch", str(epoch), expected)
+        if epoch != self.epoch:
+            self._begin_epoch(epoch)
 
     def _resumed(self, epoch: int, position: int) -> None:
         """Training stands where a state that was loaded says."""

@@ -81,7 +81,6 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         super().__init__(plan, rank, accumulate)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._check()
-        self.first_epoch = 0  # the epoch that set_epoch() calls 0: some libraries count anew in each process
         self._next: Split | None = None  # of another B, for the next epoch
         self._past: RoundIndex = (0, 0)
         self._loops = 0  # that have begun
@@ -228,16 +227,6 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             "decided splits": tuple(self._splits),
         }
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, at its first sample; the same number again changes nothing.
-
-        Raises InputError for an epoch before that of a state that was loaded.
-        """
-        epoch += self.first_epoch
-        self._check_epoch(epoch)
-        if epoch != self.epoch:
-            self._begin_epoch(epoch)
-
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of `epoch` on.
 
@@ -315,8 +304,7 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         """Begin the epoch after `rounds` rounds, with the split and the changes that are due then."""
         changes = self.changes(rounds)
         self.load_state_dict(self.state_dict(rounds))
-        for epoch, number, split in changes:
-            self.replan(split, *max((epoch, number), (self.epoch, 0)))
+        self.take_changes(changes)
 
     def read_past(self, rounds: int) -> None:
         """Passes of this epoch leave its first rounds out, but keep its length. After all, the next epoch."""

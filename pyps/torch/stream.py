@@ -152,15 +152,6 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
             "split": self.latest_split,
         }
 
-    def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, at its first sample; the same number again changes nothing.
-
-        Raises InputError for an epoch before that of a state that was loaded.
-        """
-        self._check_epoch(epoch)
-        if epoch != self.epoch:
-            self._begin_epoch(epoch)
-
     def replan(self, plan: PlanLike, epoch: int | None = None, number: int | None = None) -> None:
         """Take another split with the same B and ranks, from round `number` of the current pass on.
 

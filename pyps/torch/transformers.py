@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback
 from pyps.errors import InputError
 from pyps.sharding import whole_state_dict
 from pyps.sharding.modules import unit_of
-from pyps.torch.accelerate_shards import shard_models
+from pyps.torch.accelerate_shards import ShardingAccelerator
 from pyps.torch.adapter import UnevenRun, check_processes, is_shuffled, uneven_loader
 from pyps.torch.wrapped import BY_VIEWS
 from pyps.worker.step.terms import Term, terms_of
@@ -58,10 +58,8 @@ class UnevenTraining:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         vars(self.accelerator.ddp_handler).update(BY_VIEWS)
         self.accelerator.backward = partial(self._uneven_backward, self.accelerator.backward)
-        inner = self.accelerator.prepare_optimizer
-        self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, inner)
-        if self.args.world_size > 1 and self.run.stage == 3:
-            shard_models(self.accelerator, self.run)
+        self.accelerator.__class__ = ShardingAccelerator
+        self.accelerator.run = self.run
 
     def _move_model_to_device(self: Any, model: Any, device: Any) -> None:
         """Move it as Trainer does, unless shard() will move this rank's share of it."""
@@ -76,14 +74,6 @@ class UnevenTraining:
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, self._whole if state_dict is None else state_dict)  # type: ignore[misc]
-
-    def _prepare_optimizer(self: Any, inner: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-        """Accelerator.prepare_optimizer(), when the model is on its device."""
-        if self.run.shares is None or self.args.world_size == 1:
-            return inner(optimizer, *arguments, **options)
-        self._check()
-        self.run.shard(optimizer)
-        return inner(optimizer, device_placement=False)  # its state is with its parameters
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -102,7 +92,7 @@ class UnevenTraining:
             expected = "no plan: it says what the batches are"
             raise InputError("UnevenTrainer", "auto_find_batch_size", "True", expected)
         if self.run.sampler is not None:  # train() again, or with another batch size
-            self.run = self.run.again()
+            self.run = self.accelerator.run = self.run.again()
         if even in self.accelerator._dataloaders:  # some libraries' trainers do not prepare it
             self.accelerator._dataloaders.remove(even)
         seed = args.seed if args.data_seed is None else args.data_seed

@@ -315,7 +315,7 @@ def test_the_present_ranks_agree_on_a_split(ranks: Ranks) -> None:
     for said in ranks.run(2, jobs.agreed, 64, [fast, slow], [10, 20]):
         assert said.startswith("Infeasible")
     for said in ranks.run(3, jobs.agreed, 2, [None] * 3, unbounded):
-        assert said.startswith("Infeasible: global_batch 2: the ranks take 3")
+        assert said.startswith("Infeasible: global_batch 2: the minima of the required workers sum to 3")
 
 
 class Balanced:

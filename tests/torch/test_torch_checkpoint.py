@@ -67,6 +67,10 @@ def test_what_nothing_counted_is_not_saved(ranks: Ranks, tmp_path: Path) -> None
         assert "rounds: found batches that were computed, and no step" in said
 
 
+def test_a_checkpoint_of_an_epochs_end_begins_the_next_one(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, jobs.saved_at_the_end, tmp_path) == [(1, 5), (1, 3)]
+
+
 def test_tied_weights(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.tied, tmp_path) == [True, True]
 
