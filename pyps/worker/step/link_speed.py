@@ -24,7 +24,7 @@ from pyps.profiler.fit import link_model
 
 SIZES_BYTES = tuple(1 << k for k in range(12, 26))  # 4 KiB to 32 MiB
 REPEATS, WARM_UP = 15, 8
-LEAST_SECONDS = 1e-7  # where a worker's step is as fast as torch's
+LEAST_SHARE = 0.01  # of a step: a smaller difference is lost in its noise
 TIMEOUT_SECONDS = 60.0
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def _store_seconds(size: int, repeats: int, device: str) -> list[float]:
     plain = _step_seconds(size, repeats, device, _alone)
     worked = _step_seconds(size, repeats, device, _worked)
     least = statistics.median(plain)
-    return [max(LEAST_SECONDS, (seconds - least) / 2) for seconds in worked]
+    return [max(LEAST_SHARE * seconds, seconds - least) / 2 for seconds in worked]
 
 
 def _step_seconds(
