@@ -7,7 +7,7 @@ from pathlib import Path
 
 import programs
 import pytest
-from sampled import sampled
+from sampled import examples, sampled
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a sanitizer builds the core
 
@@ -100,7 +100,8 @@ def test_torture_is_clean(folder: Path, policy: str, optimizer: str, bf16: str, 
 def test_participants_as_threads_of_one_mapping_race_nowhere(
     threads: Path, policy: str, crew: str, isa: str
 ) -> None:
-    done = programs.run(programs.build(threads, "threads", "thread"), policy, "400", crew, PYPS_ISA=isa)
+    rounds = str(examples(100, 400))
+    done = programs.run(programs.build(threads, "threads", "thread"), policy, rounds, crew, PYPS_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{policy}: version " in done.stdout
 

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -20,7 +21,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
@@ -124,9 +125,9 @@ def serve(rank: int, most: int, file: str, pipe: Connection) -> None:
         gc.collect()
 
 
-def run_script(path: Path, count: int, **environment: str) -> str:
-    """Return what `count` ranks of a script print, started as by torchrun, but with torch, and the libraries
-    that the script imports first, imported already.
+def run_script(path: Path, count: int, *, imported: Sequence[str] = (), **environment: str) -> str:
+    """Return what `count` ranks of a script print, started as by torchrun, but with torch, the libraries that
+    the script imports first, and the modules `imported` imported already.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -140,7 +141,7 @@ def run_script(path: Path, count: int, **environment: str) -> str:
         | environment
     )
     with tempfile.NamedTemporaryFile("r") as said:
-        first = context.Process(target=_scripts, args=(str(path), count, common, said.name))
+        first = context.Process(target=_scripts, args=(str(path), count, imported, common, said.name))
         first.start()
         assert first.pid is not None
         try:
@@ -154,7 +155,7 @@ def run_script(path: Path, count: int, **environment: str) -> str:
     return output
 
 
-def _scripts(path: str, count: int, environment: dict[str, str], said: str) -> None:
+def _scripts(path: str, count: int, imported: Sequence[str], environment: dict[str, str], said: str) -> None:
     """Import what the ranks of a script need, once, and fork them. Exits with 1 if one of them failed."""
     import torch
 
@@ -163,8 +164,13 @@ def _scripts(path: str, count: int, environment: dict[str, str], said: str) -> N
     multiprocessing.set_start_method("fork", force=True)  # as in serve()
     os.environ.update(environment)
     sys.path.insert(0, str(Path(path).parent))
+    gc.disable()  # nothing that is imported is garbage
     with contextlib.suppress(ImportError):  # the ranks say so
         exec(compile(_imports(Path(path)), path, "exec"), {})
+        for name in imported:
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     ranks = [multiprocessing.Process(target=_script, args=(path, rank, said)) for rank in range(count)]
     for rank in ranks:
         rank.start()

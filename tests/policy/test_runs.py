@@ -126,7 +126,10 @@ def loop(tmp_path: Path, policy: str, within: str = "pass", template: str = LOOP
     return report
 
 
-@pytest.mark.parametrize("name", Policy.known)
+# The others too, in processes that are forked: tests/matrix.
+@pytest.mark.parametrize(
+    "name", sampled(Policy.known, *map(list(Policy.known).index, ("bsp", "saps", "quorum")))
+)
 def test_a_run_of_every_policy_ends(shm: Path, tmp_path: Path, name: str) -> None:
     report = loop(tmp_path, name)
     assert report.outcome == "finished"
@@ -154,7 +157,19 @@ def test_a_leaving_worker_comes_back(shm: Path, tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "befalls"),
-    [("asp", DIES), ("r2sp", DIES), ("hps", DIES), ("ssp:bound=1", LEAVES), ("saps", LEAVES), ("asp", STOPS)],
+    sampled(
+        [
+            ("asp", DIES),
+            ("r2sp", DIES),
+            ("hps", DIES),
+            ("ssp:bound=1", LEAVES),
+            ("saps", LEAVES),
+            ("asp", STOPS),
+        ],
+        1,
+        4,
+        5,
+    ),
     ids=["asp-dies", "r2sp-dies", "hps-dies", "ssp-leaves", "saps-leaves", "asp-stops"],
 )
 def test_with_two_claims_too(shm: Path, tmp_path: Path, name: str, befalls: str) -> None:

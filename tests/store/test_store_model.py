@@ -359,5 +359,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    derandomize=True, deadline=None, max_examples=examples(60, 150), stateful_step_count=80
+    derandomize=True, deadline=None, max_examples=examples(25, 150), stateful_step_count=80
 )

@@ -40,9 +40,10 @@ def check(found: dict[str, Any], rate: float) -> None:
     assert found["resumed_rounds"]
 
 
-def trained(script: str, tmp_path: Path, **more: str) -> Any:
+def trained(script: str, tmp_path: Path, *imported: str, **more: str) -> Any:
     seen = {} if DEVICE.type == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
-    said = run_script(HELPERS / script, 2, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", **seen, **more)
+    more |= seen | {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    said = run_script(HELPERS / script, 2, imported=imported, **more)
     return json.loads(said.splitlines()[-1])
 
 
@@ -89,7 +90,7 @@ def test_lightning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "stage"),
     [
-        ("accelerate", 1),
+        pytest.param("accelerate", 1, marks=pytest.mark.thorough),
         ("accelerate", 3),
         pytest.param("lightning", 1, marks=pytest.mark.thorough),
         pytest.param("transformers", 1, marks=pytest.mark.thorough),
@@ -99,7 +100,7 @@ def test_lightning(tmp_path: Path) -> None:
 def test_shares(tmp_path: Path, library: str, stage: int) -> None:
     """A run is that without shares, and goes on with other shares from the library's own checkpoint."""
     pytest.importorskip(library)
-    ranks = trained("shares_train.py", tmp_path, LIBRARY=library, STAGE=str(stage))
+    ranks = trained("shares_train.py", tmp_path, f"pyps.torch.{library}", LIBRARY=library, STAGE=str(stage))
     for k, found in enumerate(ranks):
         assert max(found["off"], found["resumed"]) < EXACT
         assert (library, stage) != ("transformers", 3) or GENERATES in found["refused"]

@@ -345,6 +345,7 @@ with pyps.join("run", 0, batches=[4, 4], samples=10**6, policy="asp") as worker:
 """
 
 
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", sampled([0.0, 30.0], 1))
 def test_a_killed_worker_is_gone_though_its_loader_processes_were_left(

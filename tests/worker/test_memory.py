@@ -269,6 +269,7 @@ def group() -> Iterator[tuple[Path, str]]:
     pytest.skip("no control group may be made here (needs root and a writable memory hierarchy)")
 
 
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.slow
 def test_tasks_in_a_real_group_whose_limit_shrinks(
     shm: Path, tmp_path: Path, group: tuple[Path, str]

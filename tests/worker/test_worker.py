@@ -236,6 +236,7 @@ def test_misuse_of_micro_batches_is_said(
         join("run", 0, batches=[10], micro_batch=0)
 
 
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bsp", "asp"])
 def test_processes_under_a_launcher(shm: Path, tmp_path: Path, policy: str) -> None:
