@@ -135,7 +135,7 @@ class UnevenAccelerator(ShardingAccelerator):
         Raises InputError for one that was not multiplied by the ranks, of which DDP takes the average.
         """
         terms = terms_of(loss) if self._counts else []
-        if not terms or any(term.is_mean or term.count is None for term in terms):
+        if not terms or any(term.is_mean or not term.count for term in terms):  # or divided by 0 items
             return False
         ranks, parts = self.num_processes, self.gradient_accumulation_steps
         totals = [float(count.sum()) for count in self._counts]

@@ -7,9 +7,9 @@ how, and none to read it or to learn when; both are read from the groups.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -58,18 +58,18 @@ class ShardedModel(Wrapped):
         """Count what the groups do in the midst of a pass as waiting, too."""
         for group in self._groups if not self._is_timed else ():
             for name in COLLECTIVE:
-                setattr(group, name, _counted(getattr(group, name), waiting))
+                _run_within(group, name, waiting.counted)
         super().time_passes(waiting)
 
     def watch(self) -> None:
         """Refuse a backward pass with a graph of its own too, after which FSDP2 loses gradients."""
         super().watch()
         for group in self._groups:
-            group.pre_backward = _outermost(group.pre_backward)
+            _run_within(group, "pre_backward", _outermost)
 
     def watch_own(self, watcher: Watcher) -> None:
         for group in self._groups:
-            group.post_backward = _watched(group, group.post_backward, watcher)
+            _run_within(group, "post_backward", partial(_shown, group, watcher))
 
     def _sharded(self) -> Iterator[Any]:
         """FSDP2's own objects of all parameters."""
@@ -152,37 +152,32 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _outermost(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def outermost(*arguments: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and not OPEN:
-            found = "a gradient penalty: torch.autograd.grad(..., create_graph=True) through fully_shard"
-            expected = "DistributedDataParallel: FSDP2 loses gradients after such a pass"
-            raise InputError("GlobalMean", "model", found, expected)
-        return method(*arguments, **named)
+def _run_within(group: Any, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a method of a group run within a context from now on."""
+    method = getattr(group, name)
 
-    return outermost
-
-
-def _counted(method: Callable[..., Any], waiting: Waiting) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def counted(*arguments: Any, **named: Any) -> Any:
-        with waiting.counted():
+    @wraps(method)
+    def run(*arguments: Any, **named: Any) -> Any:
+        with context():
             return method(*arguments, **named)
 
-    return counted
+    setattr(group, name, run)
 
 
-def _watched(group: Any, method: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def watched(*arguments: Any, **named: Any) -> Any:
-        if group.reduce_grads and group.all_reduce_grads:
-            for parameter in group.fsdp_params:
-                own = [getattr(parameter, "unsharded_accumulated_grad", None)]
-                own.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
-                found = [getattr(g, "_local_tensor", g) for g in own if g is not None]
-                if found:
-                    watcher(parameter.sharded_param, sum(found[1:], found[0]))
-        return method(*arguments, **named)
+def _outermost() -> AbstractContextManager[None]:
+    if torch.is_grad_enabled() and not OPEN:
+        found = "a gradient penalty: torch.autograd.grad(..., create_graph=True) through fully_shard"
+        expected = "DistributedDataParallel: FSDP2 loses gradients after such a pass"
+        raise InputError("GlobalMean", "model", found, expected)
+    return nullcontext()
 
-    return watched
+
+def _shown(group: Any, watcher: Watcher) -> AbstractContextManager[None]:
+    """Show a watcher the gradients that a group is about to reduce."""
+    for parameter in group.fsdp_params if group.reduce_grads and group.all_reduce_grads else ():
+        own = [getattr(parameter, "unsharded_accumulated_grad", None)]
+        own.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
+        found = [getattr(g, "_local_tensor", g) for g in own if g is not None]
+        if found:
+            watcher(parameter.sharded_param, sum(found[1:], found[0]))
+    return nullcontext()

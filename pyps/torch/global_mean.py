@@ -493,7 +493,7 @@ class GlobalMean(MicroBatches):
                 listed = ", ".join(f"{c:g} on rank {rank}" for rank, c in enumerate(counts))
                 raise InputError("backward", "loss", f"a {term.kind} over {listed}", "0 items or more")
             key = (str(fields["terms of the loss"]), k)
-            if term.is_mean or term.count is None or on_host(term.count) <= 0:
+            if term.is_mean or term.count is None or not any(counts):  # by all ranks', so that all answer
                 continue
             if len(counts) == 1 or key in self._own_counts:
                 continue

@@ -89,13 +89,18 @@ class ReplicaMean(GlobalMean):
         super()._reduce_held(*arguments)
         self._unit = 1.0
 
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """By the manager. Where a replica is gone, the own row for each: the step is not committed."""
+    def rows_of(self, own: torch.Tensor) -> torch.Tensor | None:
+        """A row of each of the step's replicas; None where one is gone: then the step is not committed."""
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
-        every = own.new_zeros(replicas, len(own))
+        every = own.new_zeros(replicas, len(own), device=self.device)
         if rank is not None:
             every[rank] = own
-        return every if self.sum(every) else own.expand(replicas, -1)
+        return every if self.sum(every) else None
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """By the manager. Where a replica is gone, the own row for each."""
+        every = self.rows_of(own)
+        return own.expand(self._manager.num_participants(), -1) if every is None else every
 
 
 class _Rows(StepAgreement):
@@ -107,16 +112,14 @@ class _Rows(StepAgreement):
 
     def exchange(self, fields: Fields, values: Sequence[float], error: InputError | None = None) -> Rows:
         """Exchange rows. Where a replica is gone, take the own row for each: the step is not committed."""
-        rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
+        rank = self._manager.participating_rank()
         self.rank = rank or 0
         digest = digest_of(fields)
         rows = 0.0 if self._mean.idle or rank is None else float(self._mean.rows)
         head = [float(digest >> 32), float(digest & 0xFFFFFFFF), float(error is not None), rows]
-        every = torch.zeros(replicas, len(head) + len(values), dtype=torch.float64, device=self._mean.device)
-        if rank is not None:
-            every[rank] = torch.tensor([*head, *values], dtype=torch.float64)
-        if not self._mean.sum(every):
-            return [list(values)] * replicas
+        every = self._mean.rows_of(torch.tensor([*head, *values], dtype=torch.float64))
+        if every is None:
+            return [list(values)] * self._manager.num_participants()
         every = every.cpu()
         if error is not None or bool(every[:, 2].any()):
             listed = ", ".join(str(k) for k in every[:, 2].nonzero().flatten().tolist())

@@ -330,21 +330,14 @@ class UnevenReplica:
     def _exchanged(self, here: tuple[int, int] | None, joined: bool) -> list[Said] | None:
         """The messages of the step's replicas; None if one is gone."""
         message = b"" if here is None else self._message(here, joined)
-        rank, replicas = here or (0, self.manager.num_participants())
-        lengths = torch.zeros(replicas, dtype=torch.int64, device=self.mean.device)
-        lengths[rank] = len(message)
-        if not self.mean.sum(lengths):
+        lengths = self.mean.rows_of(torch.tensor([len(message)]))
+        if lengths is None:
             return None
-        ends = lengths.cumsum(0).tolist()
-        every = torch.zeros(ends[-1], dtype=torch.uint8)
-        if message:
-            start = ends[rank] - len(message)
-            every[start : ends[rank]] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        every = every.to(self.mean.device)
-        if not self.mean.sum(every):
-            return None
-        raw, starts = bytes(every.tolist()), [0, *ends]
-        return [msgspec.json.decode(raw[a:b], type=Said) for a, b in zip(starts, ends, strict=False)]
+        padded = bytearray(message.ljust(int(lengths.max())))
+        every = self.mean.rows_of(torch.frombuffer(padded, dtype=torch.uint8))
+        return (
+            None if every is None else [msgspec.json.decode(bytes(row), type=Said) for row in every.tolist()]
+        )
 
     def _message(self, here: tuple[int, int], joined: bool) -> bytes:
         own = max(1, self.batch_size) if joined else self.split[here[0]]

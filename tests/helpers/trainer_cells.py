@@ -394,6 +394,22 @@ def recipe(kit: Kit, ranks: int = 2) -> float:
     return script.worst
 
 
+def without_items(kit: Kit) -> float:
+    """A sum over this rank's own items, of which it may have none, where something small was gathered."""
+
+    def rare(model: Any, _: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = y[:, 0] < -1.5
+        return (model(x)[kept] - y[kept]).square().sum() / (3 * int(kept.sum()))
+
+    script = Script(kit())
+    for batch in script.loader:
+        script.kit.accelerator.gather(torch.ones(1))
+        script.kit.backward(rare(script.model, None, *batch))
+        script.compare(rare, whole([batch]))
+        script.step()
+    return script.worst
+
+
 def without_models(kit: Kit) -> float:
     """accumulate() without a model: each micro-batch is reduced, and is a mean by itself."""
     script = Script(kit(2))
@@ -475,6 +491,7 @@ OF_LIBRARIES: dict[str, Callable[[Kit], float]] = {
 OF_ACCELERATE: dict[str, Callable[[Kit], float]] = {
     "tokens by a gathered count": recipe,
     "the same, not times the ranks": partial(recipe, ranks=1),
+    "a rank without items": without_items,
     "accumulate() without a model": without_models,
     "skip_first_batches() of all": skips_all,
     "a scheduler made after prepare()": late_scheduler,

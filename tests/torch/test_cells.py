@@ -26,6 +26,7 @@ SAMPLE = {  # the rest is thorough
     "Accelerate": [
         "micro-batches",
         "tokens by a gathered count",
+        "a rank without items",
         "accumulate() without a model",
         "skip_first_batches() of all",
         "a scheduler made after prepare()",

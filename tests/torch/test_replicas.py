@@ -4,6 +4,7 @@ process over the samples that were trained.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -75,8 +76,9 @@ class NoHostRead(TorchDispatchMode):
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_is_on_a_device_stays_there(gone: bool) -> None:
     manager = mock.Mock(participating_rank=lambda: 1, num_participants=lambda: 3)
-    mean = mock.Mock(_manager=manager, sum=lambda tensor: not gone)
     own = torch.tensor([0.5, 7.0], dtype=torch.float64)
+    mean = mock.Mock(_manager=manager, sum=lambda tensor: not gone, device=own.device)
+    mean.rows_of = partial(ReplicaMean.rows_of, mean)
     with NoHostRead():
         found = ReplicaMean.gathered(mean, own)
     rows = [own] * 3 if gone else [0 * own, own, 0 * own]

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def make_loader(workers: int, collate_fn: Any = None) -> Loader:
 def test_tensors_in_memory_keep_no_loader_busy() -> None:
     """Processes would not load them, so nothing advises these."""
     for data, busy in ((Numbered(), True), ((torch.arange(LENGTH),), False)):
-        with Loader(make_source(data, None, SEED, 0, 1), LoaderOptions(0)) as loader:
+        with closing(Loader(make_source(data, None, SEED, 0, 1), LoaderOptions(0))) as loader:
             loader.align([(0, 8)])
             assert (loader.take((0, 8)).seconds > 0) == busy
 
@@ -77,7 +78,7 @@ def test_a_batch_is_of_the_positions_it_is_taken_for(collate_fn: Any) -> None:
     luck = random.Random(0)
     at = 0
     ahead: list[tuple[int, int]] = []
-    with make_loader(3, collate_fn) as loader:
+    with closing(make_loader(3, collate_fn)) as loader:
         for _ in range(150):
             if luck.random() < 0.3:  # other claims than were expected
                 ahead, at = [], luck.randrange(500)
@@ -99,7 +100,7 @@ def test_a_batch_is_of_the_positions_it_is_taken_for(collate_fn: Any) -> None:
 
 @pytest.mark.slow
 def test_a_batch_is_early_that_was_asked_for_in_advance_and_behind_nothing_dropped() -> None:
-    with make_loader(2, list) as loader:
+    with closing(make_loader(2, list)) as loader:
         loader.align([(0, 5), (5, 5)])
         assert not loader.take((0, 5)).early, "nothing was being loaded"
         loader.append([(10, 5)])
@@ -111,7 +112,7 @@ def test_a_batch_is_early_that_was_asked_for_in_advance_and_behind_nothing_dropp
         assert [loader.take((first, 2)).early for first in (15, 17, 19)] == [False] * 3
         loader.append([(21, 2)])
         assert loader.take((21, 2)).early
-    with make_loader(0) as alone:
+    with closing(make_loader(0)) as alone:
         alone.align([(0, 5)])
         assert alone.take((0, 5)).early, "all of the wait is this batch's"
 

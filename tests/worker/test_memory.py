@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -167,16 +168,18 @@ def test_a_gpu_says_itself_what_is_free() -> None:
     assert torch.cuda.memory_reserved() >= block.nbytes
 
 
-def test_an_offer_falls_at_once_and_rises_when_it_is_clear() -> None:
-    now = SimpleNamespace(bytes=1000)
-    room = MemoryBudget(MODEL, 0, lambda: int(now.bytes))
+def test_an_offer_falls_at_once_and_rises_when_it_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, store, cpu = SimpleNamespace(bytes=1000), mock.Mock(), torch.device("cpu")
+    monkeypatch.setattr("pyps.worker.run.memory.budget_bytes", lambda *_: int(now.bytes))
+    room = MemoryBudget(store, MODEL, 0, cpu)
     found = []
     for now.bytes in (1000, 990, 1010, 1030, 1100, 50, 0, 400):
         found.append(room.look())
     assert found == [90, 89, 89, 89, 100, 1, 1, 30]
-    assert MemoryBudget(MODEL, 40, lambda: 1000).look() == 40
-    assert MemoryBudget(None, 7, lambda: 0).look() == 7
-    assert MemoryBudget(None, 0, lambda: 0).look() == 0
+    now.bytes = 1000
+    assert MemoryBudget(store, MODEL, 40, cpu).look() == 40
+    assert MemoryBudget(store, None, 7, cpu).look() == 7
+    assert MemoryBudget(store, None, 0, cpu).look() == 0
 
 
 def test_tasks_shrink_with_memory_and_the_global_batch_stays(

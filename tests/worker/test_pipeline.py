@@ -323,8 +323,7 @@ def test_a_worker_leaves_when_what_left_late_has_ended() -> None:
 
     store = SimpleNamespace(rank=0, close=leave)
     client: Any = SimpleNamespace(store=store, begin_transfer=begin)
-    nothing: dict[str, Any] = {name: lambda *_: None for name in ("begin_arrival", "arrived", "end_arrival")}
-    binding: Any = SimpleNamespace(vector=lambda: SimpleNamespace(array=None), **nothing)
+    binding: Any = SimpleNamespace(vector=lambda: None, land=lambda finish, vector: finish(vector, None))
     way = Overlapped(client, binding, PATIENCE_SECONDS)
     way.send(TransferRequest(PushRequest(0, 1, ())))
     with pytest.raises(TimedOut):

@@ -114,7 +114,7 @@ class IndexQueue:
 
 
 class Loader:
-    """Batches of one data set for a worker; a context manager that ends the loader processes.
+    """Batches of one data set for a worker; close() ends the loader processes.
 
     align() and take() belong to the training thread; any thread may call append().
     """
@@ -209,12 +209,6 @@ class Loader:
             self._queue.waiting.clear()
             if iterator is not None and self.workers:
                 iterator._shutdown_workers()  # an exception's traceback may keep the iterator alive
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _pieces(self) -> list[BatchPart]:
         return [*self._queue.sent, *self._queue.waiting]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from torch import nn
 
 from pyps.errors import InputError
 from pyps.native.ranges import Ranges, merged
-from pyps.native.transfer import ArrivalCallback
-from pyps.native.values import Codec, Tensor
+from pyps.native.transfer import ArrivalCallback, Transferred
+from pyps.native.values import Codec, Flat, Tensor
 from pyps.store.codec import encoded_bytes
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
@@ -37,6 +37,8 @@ from pyps.worker.device.buckets import FORMATS, DirectGradients, GradientBuckets
 from pyps.worker.device.bus import Bus, bus_of
 
 CLOSE_SECONDS = 10.0  # that the last roundings may take
+T = TypeVar("T", bound=tuple[Transferred, Any])
+Finish = Callable[[Flat, ArrivalCallback | None], T]
 Pin = Callable[[NDArray[Any]], object]
 Gradients = Sequence[torch.Tensor | None]
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
@@ -136,19 +138,16 @@ class Binding:
 
     # Parameters that arrive.
 
-    def begin_arrival(self) -> None:
-        """A transfer begins, perhaps in another thread than the model's."""
-        self._copies.begin()
-
-    def arrived(self, vector: HostVector | None = None) -> ArrivalCallback | None:
-        """For this transfer: gets each further range that arrives. vector: where it arrives; None:
-        in `flat`. None: there is nothing to do.
+    def land(self, finish: Finish[T], vector: HostVector | None = None) -> T:
+        """End a transfer, which writes parameters to this vector, by default `flat`: the device's copies of
+        them begin as they arrive. Perhaps in another thread than the model's.
         """
-        return partial(self._copies.arrived, vector or self._vector) if self._copies.early else None
-
-    def end_arrival(self, vector: HostVector | None = None) -> None:
-        """All of it has arrived."""
-        self._copies.end(vector or self._vector)
+        vector, copies = vector or self._vector, self._copies
+        copies.begin()
+        landed = finish(vector.array, partial(copies.arrived, vector) if copies.early else None)
+        if landed[0].version is not None:
+            copies.end(vector)
+        return landed
 
     @property
     def swaps(self) -> bool:

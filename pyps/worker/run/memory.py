@@ -6,7 +6,6 @@ what its host has free (pyps.profiler.host_memory).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,35 +35,12 @@ def budget_bytes(device: torch.device, neighbours: int = 1, proc: Path = PROC) -
 
 
 class MemoryBudget:
-    """How many samples at once fit, by the memory model of a profile and the most that a plan allows.
+    """How many samples at once fit, of which the store's policy is told, so that it sizes batches by it.
 
-    `most_` is the last answer of look(); 0: no limit. `read` gives the bytes that this process may hold.
-    """
-
-    def __init__(self, memory: Memory | None, most: int, read: Callable[[], int]) -> None:
-        self._memory, self._most, self._read = memory, most, read
-        self.most_ = 0
-
-    def look(self) -> int:
-        """Read the memory again: fewer samples as soon as fewer fit, more once it is clear that more do."""
-        if self._memory is None:
-            self.most_ = self._most
-            return self.most_
-        fits = max(1, int((self._read() - self._memory.fixed_bytes) // self._memory.bytes_per_sample))
-        fits = min(fits, self._most) if self._most else fits
-        if fits < self.most_:
-            trim_malloc()  # smaller steps do not need it, and others may
-        if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
-            self.most_ = fits
-        return self.most_
-
-
-class AnnouncedBudget(MemoryBudget):
-    """A memory budget of which the store's policy is told, so that it sizes batches by it.
-
-    memory, most: as for MemoryBudget. device: where steps are computed. extra_bytes: what this worker holds
-    in host memory beyond what was profiled. announces: False: the policy may claim any number of samples,
-    which local steps take a few at once.
+    memory: the model of a profile. most: samples that a plan allows; 0: no limit. device: where steps are
+    computed. extra_bytes: what this worker holds in host memory beyond what was profiled. announces: False:
+    the policy may claim any number of samples, which local steps take a few at once. `most_` is the last
+    answer of look(); 0: no limit.
     """
 
     def __init__(
@@ -76,11 +52,26 @@ class AnnouncedBudget(MemoryBudget):
         extra_bytes: int = 0,
         announces: bool = True,
     ) -> None:
-        self._store, self._device, self._announces = store, device, announces
+        self._store, self._memory, self._most = store, memory, most
+        self._device, self._announces = device, announces
         self._extra_bytes = extra_bytes if device.type == "cpu" else 0
         self._peers = 1  # processes that take from the same free memory
         self._announced = -1
-        super().__init__(memory, most, self._held)
+        self.most_ = 0
+
+    def look(self) -> int:
+        """Read the memory again: fewer samples as soon as fewer fit, more once it is clear that more do."""
+        if self._memory is None:
+            self.most_ = self._most
+            return self.most_
+        held = budget_bytes(self._device, self._peers) - self._extra_bytes
+        fits = max(1, int((held - self._memory.fixed_bytes) // self._memory.bytes_per_sample))
+        fits = min(fits, self._most) if self._most else fits
+        if fits < self.most_:
+            trim_malloc()  # smaller steps do not need it, and others may
+        if not self.most_ or fits < self.most_ or fits > GROWTH * self.most_ or fits == self._most:
+            self.most_ = fits
+        return self.most_
 
     def announce(self) -> None:
         """Before a claim: give the store the number of samples that fit, if it has changed."""
@@ -105,6 +96,3 @@ class AnnouncedBudget(MemoryBudget):
     def forget(self) -> None:
         """Forget it: what was announced may not have arrived."""
         self._announced = -1
-
-    def _held(self) -> int:
-        return budget_bytes(self._device, self._peers) - self._extra_bytes

@@ -27,7 +27,7 @@ from pyps.store.store import Store
 from pyps.worker.device.attach import Attachment, OptimizerSteps, hyper_of
 from pyps.worker.device.binding import Binding
 from pyps.worker.local.local_steps import LocalSteps
-from pyps.worker.run.memory import AnnouncedBudget
+from pyps.worker.run.memory import MemoryBudget
 from pyps.worker.run.position import RuleWatch, RunSchedule
 from pyps.worker.run.settings import Settings
 from pyps.worker.step.client import StoreClient
@@ -164,14 +164,14 @@ def _binding_of(
 
 def _budget_of(
     binding: Binding, store: Store, settings: Settings, local: bool, follows: bool
-) -> AnnouncedBudget | None:
+) -> MemoryBudget | None:
     """Return how many samples fit, where the policy resizes batches."""
     if not store.policy_needs().resizes_batches:
         return None
     vectors = onward_vectors(store.layout.optimizer, settings.depth) if follows else 0
     extra = (extra_buffers(settings.most_depth) + vectors + local) * binding.flat.nbytes
     most, device = settings.max_batch, binding.device
-    return AnnouncedBudget(store, settings.memory, most, device, extra, announces=not local)
+    return MemoryBudget(store, settings.memory, most, device, extra, announces=not local)
 
 
 def _checks_finite(attachment: Attachment, store: Store, settings: Settings, needs: PolicyNeeds) -> bool:

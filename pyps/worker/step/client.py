@@ -17,7 +17,7 @@ from pyps.native.values import Claim, Codec, DataSet, Flat, PushRequest
 from pyps.step.transfer import Transfers
 from pyps.store.staging import StagingBuffer
 from pyps.store.store import Store
-from pyps.worker.run.memory import AnnouncedBudget
+from pyps.worker.run.memory import MemoryBudget
 
 JOIN_TIMEOUT_SECONDS = 300.0  # other workers may still be importing torch and reading data
 
@@ -36,7 +36,7 @@ class StoreClient:
     the thread that learns of it. `idle`: makes each wait for a claim.
     """
 
-    def __init__(self, store: Store, pull: Codec, *, budget: AnnouncedBudget | None) -> None:
+    def __init__(self, store: Store, pull: Codec, *, budget: MemoryBudget | None) -> None:
         self.store = store
         self.fenced = 0
         self.pull_codec, self._budget = pull, budget

@@ -61,12 +61,8 @@ class Way:
     def take(self) -> Landed:
         """The oldest transfer, when it has ended. Raises what it raised."""
         assert self._sent is not None
-        request, self._sent, binding = self._sent, None, self._binding
-        binding.begin_arrival()
-        landed = self._client.begin_transfer(request)(binding.flat, binding.arrived())
-        if landed[0].version is not None:
-            binding.end_arrival()
-        return landed
+        request, self._sent = self._sent, None
+        return self._binding.land(self._client.begin_transfer(request))
 
     def load(self) -> bool:
         """Put the newest parameters that came back where the binding takes them from; False, and nothing is
@@ -140,10 +136,8 @@ class Overlapped(Way):
         other = 1 - self._newest
         vector = self._back_buffers[other]
         self._ended += 1
-        self._binding.begin_arrival()
-        landed = finish(vector.array, self._binding.arrived(vector))
+        landed = self._binding.land(finish, vector)
         if landed[0].version is not None:
-            self._binding.end_arrival(vector)
             with self._lock:
                 self._newest, self._arrived = other, self._ended
         return landed
