@@ -25,7 +25,7 @@ def test_the_way_to_the_store(shm: Path) -> None:
 
 
 def test_a_worker_whose_steps_seem_no_slower_than_torchs(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that is busier while torch is timed: the difference says that the way is free."""
+    """Time torch on a machine that is busier meanwhile: the difference says that the way is free."""
     steps = 3 + link.WARM_UP
     alone, worked = itertools.repeat(0.010, steps), itertools.repeat(0.009, steps)
     clock = itertools.accumulate([*alone, *worked] * len(SIZES))

@@ -38,7 +38,7 @@ from pyps.worker.device.bus import Bus, bus_of
 
 CLOSE_SECONDS = 10.0  # that the last roundings may take
 T = TypeVar("T", bound=tuple[Transferred, Any])
-Finish = Callable[[Flat, ArrivalCallback | None], T]
+Landing = Callable[[Flat, ArrivalCallback | None], T]
 Pin = Callable[[NDArray[Any]], object]
 Gradients = Sequence[torch.Tensor | None]
 ENCODES_ON = ("cuda",)  # on a CPU the C codec is faster, and needs no copy
@@ -138,7 +138,7 @@ class Binding:
 
     # Parameters that arrive.
 
-    def land(self, finish: Finish[T], vector: HostVector | None = None) -> T:
+    def land(self, finish: Landing[T], vector: HostVector | None = None) -> T:
         """End a transfer, which writes parameters to this vector, by default `flat`: the device's copies of
         them begin as they arrive. Perhaps in another thread than the model's.
         """
