@@ -81,19 +81,23 @@ class _Search:
             values = list(self.axes[name])
             self.draw.shuffle(values)
             if self.draw.random() < 0.8:
-                row[name] = max(values, key=lambda value: self._gain({**row, name: value}, name, left, size))
+                around = self._around(row, name, size)
+                covered = [sum((*a, (name, value), *b) in left for a, b in around) for value in values]
+                row[name] = values[covered.index(max(covered))]
             else:
                 row[name] = values[0]
         return {name: row[name] for name in self.axes}
 
-    def _gain(self, row: Row, name: str, left: Mapping[Part, None], size: int) -> int:
-        """Parts with this axis that the row would cover."""
-        known = [(axis, row[axis]) for axis in self.axes if axis in row]
-        place = known.index((name, row[name]))
-        before, mine, after = known[:place], known[place], known[place + 1 :]
-        return sum(
-            (*some, mine, *others) in left
+    def _around(self, row: Row, name: str, size: int) -> list[tuple[Part, Part]]:
+        """What comes before and after this axis in each part of the row with it."""
+        axes = list(self.axes)
+        place = axes.index(name)
+        before, after = (
+            [(a, row[a]) for a in some if a in row] for some in (axes[:place], axes[place + 1 :])
+        )
+        return [
+            (some, others)
             for count in range(size)
             for some in combinations(before, count)
             for others in combinations(after, size - 1 - count)
-        )
+        ]
