@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
@@ -24,6 +25,7 @@ LEAST_WARM = 10  # where workers are so many that there is no time for more
 MEASURED = 40  # steps of the slowest that do
 AHEAD, AHEAD_PIPELINED = 1, 3  # steps, at a clock's pace; from a larger bound the same comes, but later
 GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples are evenly spread
+ROUNDING = 1e-9  # relative to a step: by so much the same times differ
 UNLIKE = 1e-3  # relative: how unlike the steps of equal devices are
 MOST_EVENTS = 200_000  # about a second
 
@@ -67,12 +69,12 @@ class _Worker:
     begun: int = 0
     computed: int = 0
     left: int = 0  # the worker
-    sent: int = 0  # on their way up
-    pushed: int = 0
     asked: int = 0  # that the store answers
-    answered: int = 0  # on their way down
-    landed: int = 0
-    times: list[float] = field(default_factory=list)  # at which its gradients reached the store
+    ready: list[int] = field(default_factory=lambda: [0, 0])  # at the link, up and down
+    passed: list[int] = field(default_factory=lambda: [0, 0])
+
+    def counts(self) -> tuple[int, ...]:
+        return self.begun, self.computed, self.left, self.asked, *self.ready, *self.passed
 
 
 UP, DOWN = 0, 1
@@ -85,6 +87,7 @@ class _Motion:
     def __init__(self, kind: PaceKind, compute: Sequence[float], trips: Sequence[Trip]) -> None:
         self.compute = _unlike(compute) if kind == "free" else compute
         self.trips = trips
+        self.repeats = kind != "free"  # there unlike steps never meet twice in the same way
         self.steps = WARM[kind] + MEASURED
         clock = [AHEAD if trip.depth == 1 else AHEAD_PIPELINED for trip in trips]
         bounds: dict[PaceKind, list[float]] = {"round": [0] * len(trips), "clock": [*clock]}
@@ -94,12 +97,22 @@ class _Motion:
         self.events: list[tuple[float, int, int, int, int]] = []  # time, order, what, worker or link, more
         self.order, self.now = 0, 0.0
         self.closed: list[float] = []  # when each round's last gradient came
+        self.times: list[list[float]] = [[] for _ in trips]  # at which a worker's gradients reached the store
+        self.period: int | None = None  # of how many rounds the last are, from which on all repeat
 
     def run(self) -> None:
-        """Until the slowest worker has made its steps."""
+        """Until the slowest worker has made its steps, or all is as it was some rounds ago."""
         for k in range(len(self.trips)):
             self._go_on(k)
+        before, seen, looked = self._state(), 0, 0
         while self.order < MOST_EVENTS and len(self.closed) <= self.steps:
+            if self.repeats and len(self.closed) > looked:
+                state, looked = self._state(), len(self.closed)
+                if self._alike(state, before):
+                    self.period = looked - seen
+                    return
+                if looked > 2 * seen:  # so that it is found whatever its rounds
+                    before, seen = state, looked
             self.now, _, what, k, more = heapq.heappop(self.events)
             if what == COMPUTED:
                 self.workers[k].computed += 1
@@ -109,6 +122,21 @@ class _Motion:
             else:
                 self._passed(k, more)
 
+    def _state(self) -> tuple[list[int], list[float]]:
+        """Return what the future depends on: counts, less the rounds that have closed, and seconds."""
+        closed = len(self.closed)
+        counts = [count - closed for one in self.workers for count in one.counts()]
+        due = [(what, k, more, at - self.now) for at, _, what, k, more in self.events if what != PASSED]
+        for (_, way), one in self.ways.items():
+            counter = one.counter + (self.now - one.time) / max(1, len(one.ends))
+            due += [(PASSED, k, way, end - counter) for end, k in one.ends]
+        due.sort()
+        return counts + [number for row in due for number in row[:3]], [row[3] for row in due]
+
+    def _alike(self, one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> bool:
+        within = ROUNDING * max(self.compute)
+        return one[0] == other[0] and all(abs(a - b) <= within for a, b in zip(one[1], other[1], strict=True))
+
     def _at(self, time: float, what: int, k: int, more: int = 0) -> None:
         self.order += 1
         heapq.heappush(self.events, (time, self.order, what, k, more))
@@ -116,27 +144,23 @@ class _Motion:
     def _go_on(self, k: int) -> None:
         """Send what is computed, and compute the next step, if nothing is in the way."""
         one, trip = self.workers[k], self.trips[k]
-        if one.computed > one.left and one.left - one.landed < max(1, trip.depth - 1):
+        if one.computed > one.left and one.left - one.passed[DOWN] < max(1, trip.depth - 1):
             one.left += 1
             self._at(self.now + trip.latency_seconds, READY, k, UP)
-        if one.begun > one.left or one.begun - one.landed >= trip.depth:
+        if one.begun > one.left or one.begun - one.passed[DOWN] >= trip.depth:
             return
         one.begun += 1
         self._at(self.now + self.compute[k], COMPUTED, k)
 
     def _enter(self, k: int, way: int) -> None:
         """A message has come to the link; it waits while an earlier one of this worker is on it."""
-        one, trip = self.workers[k], self.trips[k]
-        if way == UP:
-            ready, passed = one.sent + 1, one.pushed
-            one.sent = ready
-        else:
-            ready, passed = one.answered + 1, one.landed
-            one.answered = ready
-        if ready == passed + 1:
-            self._travel(k, way, trip)
+        one = self.workers[k]
+        one.ready[way] += 1
+        if one.ready[way] == one.passed[way] + 1:
+            self._travel(k, way)
 
-    def _travel(self, k: int, way: int, trip: Trip) -> None:
+    def _travel(self, k: int, way: int) -> None:
+        trip = self.trips[k]
         link = self.ways[trip.link, way]
         link.advance(self.now)
         heapq.heappush(link.ends, (link.counter + _seconds_on(trip, way), k))
@@ -157,28 +181,25 @@ class _Motion:
         end, k = heapq.heappop(found.ends)
         found.counter = end
         self._expect(link, way)
-        one, trip = self.workers[k], self.trips[k]
+        one = self.workers[k]
+        one.passed[way] += 1
+        if one.ready[way] > one.passed[way]:
+            self._travel(k, way)
         if way == UP:
-            one.pushed += 1
-            one.times.append(self.now)
-            if one.sent > one.pushed:
-                self._travel(k, UP, trip)
+            self.times[k].append(self.now)
             self._pushed(k)
         else:
-            one.landed += 1
-            if one.answered > one.landed:
-                self._travel(k, DOWN, trip)
             self._go_on(k)
 
     def _pushed(self, k: int) -> None:
         """A gradient has reached the store, which answers, or has the worker wait for others."""
-        least = min(one.pushed for one in self.workers)
+        least = min(one.passed[UP] for one in self.workers)
         closes = least > len(self.closed)
         if closes:
             self.closed.append(self.now)
         for j in range(len(self.workers)) if closes else [k]:
             one = self.workers[j]
-            while one.asked < one.pushed and one.asked + 1 - least <= self.ahead[j]:
+            while one.asked < one.passed[UP] and one.asked + 1 - least <= self.ahead[j]:
                 one.asked += 1
                 self._at(self.now + self.trips[j].latency_seconds, READY, j, DOWN)
 
@@ -243,13 +264,24 @@ def iteration_in_motion(
     compute, trips, batches = (list(column) for column in zip(*rows, strict=True))
     motion = _Motion(kind, compute, trips)
     motion.run()
-    if len(motion.closed) <= LEAST_WARM + MEASURED:
+    rounds = motion.period or MEASURED
+    if motion.period is None and len(motion.closed) <= LEAST_WARM + MEASURED:
         return None
-    begin, end = motion.closed[-1 - MEASURED], motion.closed[-1]
-    if kind != "free":  # while a pipeline fills, rounds begin late: none is shorter than its compute
-        return max(max(compute) if kind == "round" else 0.0, (end - begin) / MEASURED)
+    begin, end = motion.closed[-1 - rounds], motion.closed[-1]
+    if kind != "free":
+        return max(_least(compute, trips), (end - begin) / rounds)
     rate = 0.0
-    for batch, one in zip(batches, motion.workers, strict=True):
-        times = [time for time in one.times if begin <= time <= end]
+    for batch, all_times in zip(batches, motion.times, strict=True):
+        times = [time for time in all_times if begin <= time <= end]
         rate += batch * (len(times) - 1) / (times[-1] - times[0])
     return float(sum(batches) / rate)
+
+
+def _least(compute: Sequence[float], trips: Sequence[Trip]) -> float:
+    """Return the seconds of a step of all that no pipeline hides: the longest compute, or all messages on one
+    way of a link. While a pipeline fills, rounds close faster or later than they go on to.
+    """
+    ways: dict[tuple[int, int], float] = {}
+    for trip, way in itertools.product(trips, (UP, DOWN)):
+        ways[trip.link, way] = ways.get((trip.link, way), 0.0) + _seconds_on(trip, way)
+    return max(*compute, *ways.values())

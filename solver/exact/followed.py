@@ -33,7 +33,8 @@ LEAST_FOLLOWED = 24
 MOST_SLOTS = 96  # workers on a link
 HALVINGS = 44
 LEAST_STEP = 1e-13  # relative
-AWAY = {"round": 1e-9, "clock": 1 / MEASURED, "free": 2e-3, "turns": 1e-9}  # a followed time may be so low
+SAME = 1e-12  # relative: by so much the same iteration differs where it is followed
+AWAY = {"round": 0.0, "clock": 1 / MEASURED, "free": 2e-3, "turns": 0.0}  # a followed time may be so low
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ def best_followed(
     search = _Search(constrained, goal, bound)
     for batches in starts:
         search.try_(batches)
-    while search.leave_out() and search.follows > 0:
-        pass
+    search.leave_out()
     if searched:
         search.improve()
         search.descend()
@@ -209,6 +209,11 @@ class _Search:
         self.follows = max(LEAST_FOLLOWED, (MOST_ROUNDS if rounds else MOST_FOLLOWED) // self.count)
         self.known: set[tuple[int, ...]] = set()
 
+    @property
+    def wins(self) -> float:
+        """What a better split's value is below; of those that take the same, the first one found stays."""
+        return self.value * (1 - SAME)
+
     def try_(self, batches: Ints) -> bool:
         """Follow a split; whether it is better than the best."""
         key = tuple(batches.tolist())
@@ -216,11 +221,11 @@ class _Search:
             return False
         self.known.add(key)
         least = evaluate(self.lower, batches).iteration_seconds * (1 - self.away)
-        if self.goal.of(batches, least) >= self.value:
+        if self.goal.of(batches, least) >= self.wins:
             return False
         self.follows -= 1
         value = self.goal.of(batches, observed(self.constrained, batches).iteration_seconds)
-        if value < self.value:
+        if value < self.wins:
             self.best, self.value = batches.copy(), value
             return True
         return False
@@ -231,16 +236,17 @@ class _Search:
         within &= np.where(used, batches >= problem.min_batch, ~problem.required)
         return bool(within.all()) and int(batches.sum()) == self.total and allowed(self.lower, batches)
 
-    def leave_out(self) -> bool:
-        """Leave another worker out, if that helps; all others end together."""
+    def leave_out(self) -> None:
+        """Leave another worker out while that helps; all others end together."""
         if self.best is None:
-            return False
+            return
         used, before = self.best > 0, self.value
         for k in np.flatnonzero(used & ~self.problem.required)[:16]:
             most = np.where(used & (np.arange(self.count) != k), self.problem.max_batch, 0)
             with contextlib.suppress(Infeasible):
                 self.try_(solve(replace(self.problem, max_batch=most)).batches)
-        return self.value < before
+        if self.value < before and self.follows > 0:
+            self.leave_out()
 
     def improve(self) -> None:
         """Move samples from worker to worker while that helps."""
@@ -282,14 +288,25 @@ class _Search:
             batches = np.arange(1, int(problem.max_batch[k]) + 1, dtype=np.int64)
             own = times(costs.take(np.full(len(batches), k)), batches).tolist() if len(batches) else []
             self.own.append([0.0, *own])
-        self.rest = np.cumsum([0, *problem.max_batch[self.order][::-1].tolist()])[::-1].tolist()
+        self.most = [len(own) - 1 for own in self.own]
         self.links = [
             [float(x) for x in np.where(one.workers, one.transfer_seconds, 0.0)[self.order]]
             for one in self.lower.resources
             if one.overlaps and self.kind != "free"
         ]
         self.suffix = self._most_rates() if self.kind == "free" else []
+        self._bound()
         self._down(0, self.total, [], 0.0, 0.0)
+
+    def _bound(self) -> None:
+        """Find the most samples of each worker in a step that may win, and of all from each on."""
+        if self.kind != "free":
+            none = [0.0] * len(self.goal.needs)
+            for place, own in enumerate(self.own):
+                steps = np.array(own[: self.most[place] + 1]) * (1 - self.away)
+                may_win = np.flatnonzero(self.goal.value(steps, *none) < self.wins)
+                self.most[place] = int(may_win.max(initial=0))
+        self.rest = np.cumsum([0, *self.most[::-1]])[::-1].tolist()
 
     def _most_rates(self) -> list[list[float]]:
         """The most samples a second that the workers from each on can do with each sum."""
@@ -313,16 +330,17 @@ class _Search:
         if place == self.count:
             found = np.zeros(self.count, np.int64)
             found[self.order] = batches
-            self.try_(found)
+            if self.try_(found):
+                self._bound()
             return
         k = self.order[place]
         low, step = int(self.problem.min_batch[k]), int(self.problem.batch_multiple[k])
-        most = min(left, len(self.own[place]) - 1)
+        most = min(left, self.most[place])
         if self.alike[place]:
             most = min(most, batches[-1])
         for batch in [*range(most // step * step, max(low, 1) - 1, -step), 0]:
             if left - batch > self.rest[place + 1] or (batch == 0 and self.problem.required[k]):
-                continue
+                break
             own = self.own[place][batch]
             more = rate + (batch / own if batch else 0.0)
             self._down(place + 1, left - batch, [*batches, batch], max(longest, own), more)
@@ -342,4 +360,4 @@ class _Search:
             busy = [sum(one[j] for j, batch in enumerate(batches) if batch) for one in self.links]
             seconds = max([longest, *busy])
         needs = (float(need[used].sum()) for need in self.goal.needs)
-        return float(self.goal.value(seconds * (1 - self.away), *needs)) < self.value
+        return float(self.goal.value(seconds * (1 - self.away), *needs)) < self.wins

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from planning_tools import PARAMETERS, profile
 from sampled import sampled
 
 from pyps.formats import Cluster, read_cluster, write_json
 from pyps.simulate import scenario_of, simulate
+from pyps.solver.constrained import observed
 from pyps.solver.motion import Trip, iteration_in_motion
-from pyps.solver.plan import make_plan
+from pyps.solver.plan import make_plan, planned
 from pyps.store.policies import policy_named
 
 MOVED = 4 * PARAMETERS  # bytes of one way at 32 bits
@@ -55,6 +57,30 @@ def test_a_round_in_a_pipeline_is_never_shorter_than_its_compute() -> None:
     found = iteration_in_motion("round", [1, 2], compute, trips)
     assert found is not None
     assert max(compute) <= found <= max(compute) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("kind", "compute", "trips", "least"),
+    [
+        ("round", [0.691, 0.911], [Trip(0, 0.2, 0.8, 0.001, 8)] * 2, 1.6),
+        (
+            "clock",
+            [0.725, 0.567, 0.571, 0.738],
+            [
+                Trip(link, seconds, seconds, seconds / 80, 1)
+                for link, seconds in ((0, 0), (1, 0.08), (1, 0.08), (2, 0))
+            ],
+            0.738,
+        ),
+    ],
+)
+def test_no_iteration_is_shorter_than_what_each_has(
+    kind: Any, compute: list[float], trips: list[Trip], least: float
+) -> None:
+    """All pulls on a link, or a worker's step: while pipelines filled, rounds ended up to 4 % sooner."""
+    found = iteration_in_motion(kind, [8] * len(trips), compute, trips)
+    assert found is not None
+    assert least * (1 - 1e-9) <= found <= least * 1.001
 
 
 def test_nothing_is_followed_that_is_too_long() -> None:
@@ -105,6 +131,23 @@ def test_a_plan_is_as_fast_as_its_run(
     # A split is chosen for its followed time, so where that is off by chance, it is rather too short.
     off = 0.06 if depth == 1 and policy == "asp" else 0.04
     assert plan.iteration_seconds == pytest.approx(2 * whole - half, rel=off)
+
+
+@pytest.mark.parametrize(("policy", "depth"), [("bsp", 2), ("bsp", 3), ("ssp", 1), ("ssp", 3)])
+@pytest.mark.parametrize("seconds", [0.004, 0.012, 0.04])
+def test_no_split_of_local_steps_is_faster(policy: str, depth: int, seconds: float) -> None:
+    """Every split is followed, in the mode that the search has: the deepest pipeline."""
+    tables: dict[str, Any] = {
+        "job": {"global_batch": 4},
+        "worker": [{"name": f"w{k}", "profile": "p", **SHARED} for k in range(3)],
+        "shared": [{"name": "rack", "bandwidth": MOVED / seconds}],
+        "run": {"policy": policy, "depth": depth, "local_steps": 4},
+    }
+    pace = policy_named(policy).pace
+    found = planned(msgspec.convert(tables, Cluster), DEVICES, pace)
+    whole = [(a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
+    followed = [observed(found.problem, np.array(split)).iteration_seconds for split in whole]
+    assert found.plan.iteration_seconds == pytest.approx(min(followed), rel=1e-9)
 
 
 def test_a_pipeline_on_a_shared_link_is_deep_enough() -> None:
