@@ -90,15 +90,6 @@ def equal_parts(costs: npt.NDArray[np.float64], parts: int) -> list[tuple[int, i
     return list(pairwise(cuts))
 
 
-def least_longest(ticks: Ints) -> float:
-    """A time below which no shares end: that of the dearest sample where it is fastest, or that of all
-    samples in any parts, bounded by prices on the ranks' time (weak duality).
-    """
-    prices = 1 / ticks.sum(axis=1)
-    together = (ticks * (prices / prices.sum())[:, None]).min(axis=0).sum()
-    return max(float(ticks.min(axis=0).max()), float(together))
-
-
 def _first_shares(ticks: Ints, least: Ints) -> Ints:
     """The rank of each sample, the dearest first: the one that would finish it first."""
     ranks, count = ticks.shape

@@ -47,7 +47,7 @@ class ModeChoices:
             Mode(push=push, pull=pull, depth=depth)
             for push, pull, depth in itertools.product(self.push, self.pull, depths)
         ]
-        return sorted(found, key=lambda option: (*error_of(*bits_of(option)), option.depth))
+        return sorted(found, key=lambda option: (*_error(option), option.depth))
 
     @property
     def fastest(self) -> Mode:
@@ -87,8 +87,7 @@ def choices_while_running(modes: Sequence[Mode], pace: Pace) -> ModeChoices:
     """
     most = max([PLANNED_ERROR, *(ERROR[bits] for mode in modes for bits in bits_of(mode))])
     used = {codec for mode in modes for codec in (mode.push, mode.pull)}
-    allowed = {name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most}
-    either = (name for name in CODEC_BITS if name in used | allowed)
+    either = (name for name in CODEC_BITS if name in used.union(codecs_within(most)))
     codecs = tuple(sorted(either, key=lambda name: (ERROR[CODEC_BITS[name]], name not in used)))
     return ModeChoices(pace, codecs, codecs, (2, max(3, *(mode.depth for mode in modes))), 2)
 
@@ -97,8 +96,12 @@ def _allowed(codec: CodecName | str, cluster: Cluster) -> tuple[CodecName, ...]:
     if codec != FROM_PLAN:
         return tuple(name for name in CODEC_BITS if name == codec)
     budget = cluster.quantization.error_budget
-    most = PLANNED_ERROR if budget is None else budget
-    return tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= most)
+    return codecs_within(PLANNED_ERROR if budget is None else budget)
+
+
+def codecs_within(error: float) -> tuple[CodecName, ...]:
+    """The codecs that the planner chooses of, where the error of a number may be so much."""
+    return tuple(name for name in PLANNED_CODECS if ERROR[CODEC_BITS[name]] <= error)
 
 
 def bits_of(worker: Mode) -> tuple[Bits, Bits]:
@@ -106,14 +109,10 @@ def bits_of(worker: Mode) -> tuple[Bits, Bits]:
     return CODEC_BITS[worker.push], CODEC_BITS[worker.pull]
 
 
-def codec_of(bits: Bits) -> CodecName:
-    """The codec of so many bits that the planner chooses."""
-    return next(name for name in PLANNED_CODECS if CODEC_BITS[name] == bits)
-
-
-def error_of(push: Bits, pull: Bits) -> tuple[float, float, float]:
+def _error(worker: Mode) -> tuple[float, float, float]:
     """Sort key: the larger error, then the sum, then the pull's, because pushes have error feedback."""
-    return max(ERROR[push], ERROR[pull]), ERROR[push] + ERROR[pull], ERROR[pull]
+    push, pull = (ERROR[bits] for bits in bits_of(worker))
+    return max(push, pull), push + pull, pull
 
 
 def _wire_bytes(worker: Mode) -> float:
@@ -146,7 +145,7 @@ def most_exact(
             for k, crossed in enumerate(links):
                 limit = longest if waits else float(solution.step_seconds[k])
                 compute = float(solution.seconds[k])
-                within = (o for o in fitting if _step(compute, crossed, o) <= limit * SAME)
+                within = (o for o in fitting if step_of(compute, crossed, o) <= limit * SAME)
                 chosen.append(next(within, fastest) if solution.batches[k] > 0 else fastest)
             found = valued(chosen)
             if (
@@ -157,7 +156,8 @@ def most_exact(
     return [fastest] * len(links)
 
 
-def _step(compute_seconds: float, links: Sequence[LinkCost], option: Mode) -> float:
+def step_of(compute_seconds: float, links: Sequence[LinkCost], option: Mode) -> float:
+    """Seconds from one step to the next of a worker with these codecs and this depth."""
     return step_seconds(compute_seconds, links, *bits_of(option), option.depth)
 
 

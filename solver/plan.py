@@ -48,7 +48,7 @@ from pyps.solver.links import LinkCost, in_series
 from pyps.solver.local_steps import idle_warning
 from pyps.solver.milp.constrained import solve_constrained
 from pyps.solver.milp.relaxed import subset_bound
-from pyps.solver.mode import bits_of, codec_of, mode_of, most_exact, stated_policy
+from pyps.solver.mode import bits_of, mode_of, most_exact, stated_policy
 from pyps.solver.problem import (
     at_quantile,
     planning_problem,
@@ -67,7 +67,7 @@ from pyps.solver.report.warnings import (
 )
 from pyps.solver.shards import shares_of, with_shares
 from pyps.solver.systems.goodput import efficiency_of
-from pyps.solver.systems.hps import PipelineDesign, hps_designs, hps_estimate
+from pyps.solver.systems.hps import hps_estimate, hps_modes
 from pyps.solver.systems.r2sp import r2sp_schedule, remedies, slowest_alone
 from pyps.solver.units import by_rank
 from pyps.solver.ways import ways_to_fit
@@ -264,7 +264,7 @@ def plan_of(
     crossed = links_of(cluster, ranks)
     links = [in_series(crossed[k]) or ranks[k].link for k in used]
     here = [modes[k] for k in used]
-    designs = hps_designs(compute, links, cluster.quantization.error_budget or 0.0)
+    designs = hps_modes(compute, links, cluster.quantization.error_budget or 0.0)
     in_rounds = cluster.run.local_steps is not None  # then other samples are not another global batch
     r2sp = _turns(constrained, used, compute, links, here)
     if in_rounds and (found := r2sp.remedies) is not None:
@@ -277,12 +277,8 @@ def plan_of(
     warnings += _of_times(cluster, ranks, constrained, solution, workers)
     if constrained.pace.kind == "turns" or not (cluster.run.is_stated or cluster.sync):
         warnings += link_warnings(r2sp, slowest_alone(compute, links, here))
-    efficiency, steps = (
-        efficiency_of(cluster.goodput) if cluster.goodput else None,
-        cluster.run.local_steps or 1,
-    )
+    efficiency, steps = cluster.goodput and efficiency_of(cluster.goodput), cluster.run.local_steps or 1
     goodput = efficiency.estimate(cluster.job.global_batch, seconds / steps) if efficiency else None
-    cost = cost_estimate(ranks, solution)
     return Plan(
         unit=cluster.job.unit,
         global_batch=problem.global_batch,
@@ -298,7 +294,7 @@ def plan_of(
         sync=SyncEstimate(kind=constrained.sync.kind, seconds=solution.sync_seconds)
         if cluster.sync
         else None,
-        cost=cost,
+        cost=cost_estimate(ranks, solution),
         goodput=goodput,
         target=job_estimate(cluster, ranks, solution),
     )
@@ -311,16 +307,12 @@ def _doubtful_gain(
     even, _ = even_split(constrained)
     if not even.seconds or np.array_equal(even_units(constrained), solution.batches):
         return []
-    gain, error = even.seconds / solution.iteration_seconds - 1, max(_error(rank) for rank in ranks)
+    gain = even.seconds / solution.iteration_seconds - 1
+    error = max(rank.fit.leave_one_out_error or 0.0 for rank in ranks)  # at a batch that was not measured
     if gain > error:
         return []
     found = f"an even split takes {gain:.1%} longer by the profiles, which are off by {error:.1%}"
     return [f"{found}: it may be as fast; measure more batches, or run both"]
-
-
-def _error(rank: PlannedRank) -> float:
-    """Return how far its profile's fit is off, relatively, at a batch that was not measured."""
-    return rank.fit.leave_one_out_error or 0.0
 
 
 def _of_times(
@@ -383,7 +375,7 @@ def _with_modes(
     cluster: Cluster,
     workers: Sequence[PlanWorker],
     modes: Sequence[Mode],
-    designs: Mapping[int, PipelineDesign],
+    designs: Mapping[int, Mode],
 ) -> list[PlanWorker]:
     """The workers, each with the mode that the plan is made for, or with what would hide its transfers.
 
@@ -392,10 +384,9 @@ def _with_modes(
     found = []
     for worker, mode in zip(workers, modes, strict=True):
         design, chosen = designs.get(worker.rank), mode if cluster.run.is_stated else None
-        if chosen is None and design is not None:
-            push, pull = codec_of(design.push_bits), codec_of(design.pull_bits)
-            chosen = Mode(push=push, pull=pull, depth=design.depth)
-        elif chosen is not None and cluster.run.depths[1] == 1:
+        if chosen is None:
+            chosen = design
+        elif cluster.run.depths[1] == 1:
             chosen = msgspec.structs.replace(chosen, depth=design.depth if design is not None else 1)
         found.append(msgspec.structs.replace(worker, mode=chosen))
     return found

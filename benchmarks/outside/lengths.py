@@ -22,7 +22,8 @@ import numpy as np
 from planners import record
 
 from pyps.formats import LengthCost
-from pyps.solver.lengths import SampleLengths, least_longest, shares_by_cost
+from pyps.solver.costs import Ints
+from pyps.solver.lengths import SampleLengths, shares_by_cost
 from pyps.torch.schedule import proportional_split
 
 TRACE = Path(__file__).resolve().parent / "traces" / "bytedance.csv"
@@ -33,6 +34,15 @@ SPREADS = (0.6, 2048), (1.0, 2048), (1.0, 8192), (1.4, 8192), (1.4, 32768)  # of
 ROUNDS = 2  # of a draw
 
 Found = tuple[float, float, float, bool]  # in order, by cost, that over the bound, whether one is too long
+
+
+def least_longest(ticks: Ints) -> float:
+    """A time below which no shares end: that of the dearest sample where it is fastest, or that of all
+    samples in any parts, bounded by prices on the ranks' time (weak duality).
+    """
+    prices = 1 / ticks.sum(axis=1)
+    together = (ticks * (prices / prices.sum())[:, None]).min(axis=0).sum()
+    return max(float(ticks.min(axis=0).max()), float(together))
 
 
 def production() -> Iterator[Found]:

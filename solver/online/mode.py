@@ -23,8 +23,8 @@ from itertools import pairwise
 from statistics import median
 
 from pyps.formats.mode import Mode, Pace
-from pyps.solver.links import LinkCost, link_cost, step_seconds
-from pyps.solver.mode import ModeChoices, bits_of
+from pyps.solver.links import LinkCost, link_cost
+from pyps.solver.mode import ModeChoices, bits_of, step_of
 
 WINDOW = 7  # transfers: as Balancer's steps
 SOON = 3  # transfers that show that the link or the device has become slower
@@ -125,7 +125,7 @@ class ModeBalancer:
         rate = median(self._rates)
         link, compute = self._link(rate), median(one.compute for one in self._latest)
 
-        seconds = [step_seconds(compute, [link], *bits_of(o), o.depth) for o in self._options]
+        seconds = [step_of(compute, [link], o) for o in self._options]
         least, own = min(seconds), seconds[self._options.index(self.mode)]
         limit, period = SAME * least, median(b.at - a.at for a, b in pairwise(self._latest))
         if self._waits and median(one.waited for one in self._latest) > SLACK * period:

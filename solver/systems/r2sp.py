@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from pyps.formats import MAX_BATCH, Bits, R2spRemedies, R2spSchedule
 from pyps.formats.mode import Mode
-from pyps.solver.links import WIRE_BYTES, LinkCost, step_seconds
-from pyps.solver.mode import bits_of
+from pyps.solver.links import WIRE_BYTES, LinkCost
+from pyps.solver.mode import bits_of, step_of
 
 At = Callable[[int], tuple[Sequence[float], Sequence[LinkCost]] | None]
 FEWER_BITS: tuple[Bits, ...] = (16, 8, 4)
@@ -30,7 +30,7 @@ def slowest_alone(
 ) -> float:
     """The longest step, with a worker's own transfers; an unknown link takes no time."""
     return max(
-        step_seconds(t, [] if link is None else [link], *bits_of(mode), mode.depth)
+        step_of(t, [] if link is None else [link], mode)
         for t, link, mode in zip(compute_seconds, links, modes, strict=True)
     )
 

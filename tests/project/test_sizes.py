@@ -33,7 +33,7 @@ MOST = {
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
     "pyps/torch": 7_157,  # shares under trainers and masters: 229; no circles of imports: 24
     "pyps/worker": 7_487,  # a rank's constants are compared with those of the store: 14 more
-    "solver": 11_104,  # shares of memory with batches, what helps: 750 more; local steps: 12
+    "solver": 11_098,  # shares of memory with batches, what helps: 750 more; local steps: 12
     "profiler": 2_613,  # the cost of lengths: 71 more
     "csrc": 12_211,  # journals of several stores, the last gradients of softsync: 29 more
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import least_longest
 from sampled import examples
 
 from pyps.errors import InputError
@@ -25,7 +26,7 @@ from pyps.formats import (
     WorkerGroup,
 )
 from pyps.profiler import select_fit
-from pyps.solver.lengths import SampleLengths, equal_parts, least_longest, shares_by_cost
+from pyps.solver.lengths import SampleLengths, equal_parts, shares_by_cost
 from pyps.solver.plan import make_plan
 
 LATEST = 1.05  # the slowest rank over the mean

@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pyps.formats import Bits
+from pyps.formats import Bits, Mode
+from pyps.formats.options import MAX_DEPTH
 from pyps.solver.links import ERROR, WIRE_BYTES, LinkCost, link_cost, step_seconds
-from pyps.solver.systems.hps import design_pipeline, hps_designs, hps_estimate
+from pyps.solver.mode import bits_of, step_of
+from pyps.solver.systems.hps import hps_estimate, hps_modes
 from pyps.solver.systems.r2sp import fits, r2sp_schedule, remedies
 from pyps.store.codec import decode, encode, encoded_bytes
 
@@ -98,29 +100,28 @@ def test_turns_that_do_not_fit_say_what_would_make_them() -> None:
 
 
 def test_overlap_is_estimated_only_where_transfers_are_known() -> None:
-    assert hps_designs([1.0, 2.0], [both_ways(0.5), None]) == []
+    assert hps_modes([1.0, 2.0], [both_ways(0.5), None]) == []
     assert msgspec.to_builtins(hps_estimate([1.0, 2.0], [both_ways(0.5), None], [])) == {}
     links = [both_ways(1.5), both_ways(0.25)]
-    designs = hps_designs([1.0, 2.0], links)
+    designs = hps_modes([1.0, 2.0], links)
     both = hps_estimate([1.0, 2.0], links, designs)
     assert (both.serial_seconds, both.pipelined_seconds) == (2.5, 2.0)
-    assert [(w.depth, w.push_bits, w.pull_bits) for w in designs] == [(2, 32, 32), (2, 32, 32)]
+    assert designs == [Mode(depth=2)] * 2
 
 
-def test_a_pipeline_is_as_deep_as_latency_asks() -> None:
-    assert (
-        design_pipeline(1.0, LinkCost(0.0, 0.2)).depth,
-        design_pipeline(1.0, LinkCost(0.0, 0.2)).period_seconds,
-    ) == (2, 1.0)
-    assert (
-        design_pipeline(1.0, LinkCost(0.0, 1.0)).depth,
-        design_pipeline(1.0, LinkCost(0.0, 1.0)).period_seconds,
-    ) == (3, 1.0)
-    alone = design_pipeline(1.0, LinkCost(0.0, 1.0, duplex=False))
-    assert (alone.depth, alone.period_seconds) == (2, 2.0)
-    slow = design_pipeline(1.0, LinkCost(1.2, 0.1))  # 2.6 s in transfer, hardly any of it on the wire
-    assert (slow.depth, slow.period_seconds) == (4, 1.0)
-    assert design_pipeline(1.0, LinkCost(0.0, 0.0)).depth == 1
+@pytest.mark.parametrize(
+    ("link", "depth", "seconds"),
+    [
+        (LinkCost(0.0, 0.2), 2, 1.0),
+        (LinkCost(0.0, 1.0), 3, 1.0),
+        (LinkCost(0.0, 1.0, duplex=False), 2, 2.0),
+        (LinkCost(1.2, 0.1), 4, 1.0),  # 2.6 s in transfer, hardly any of it on the wire
+        (LinkCost(0.0, 0.0), 1, 1.0),
+    ],
+)
+def test_a_pipeline_is_as_deep_as_latency_asks(link: LinkCost, depth: int, seconds: float) -> None:
+    (mode,) = hps_modes([1.0], [link])
+    assert (mode, step_of(1.0, [link], mode)) == (Mode(depth=depth), seconds)
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.005, 0.05, 0.2])
@@ -129,20 +130,22 @@ def test_bits_are_the_most_exact_ones_at_the_least_period(budget: float) -> None
     for _ in range(20):
         compute = luck.uniform(0.1, 1.0, 3).tolist()
         links = [LinkCost(float(luck.uniform(0, 0.01)), float(luck.uniform(0.01, 2.0))) for _ in range(3)]
-        designs = hps_designs(compute, links, budget)
+        designs = hps_modes(compute, links, budget)
         made = hps_estimate(compute, links, designs)
-        allowed = [bits for bits in CODECS if ERROR[bits] <= budget]
-        ways = list(itertools.product(allowed, allowed))
-        least = max(
-            min(design_pipeline(t, x, *way).period_seconds for way in ways)
-            for t, x in zip(compute, links, strict=True)
-        )
+        allowed = [name for bits, name in CODECS.items() if ERROR[bits] <= budget]
+        ways = [
+            Mode(push=push, pull=pull, depth=depth)
+            for push, pull, depth in itertools.product(allowed, allowed, range(2, MAX_DEPTH + 1))
+        ]
+        pairs = list(zip(compute, links, strict=True))
+        least = max(min(step_of(t, [x], way) for way in ways) for t, x in pairs)
         assert made.quantized_seconds == pytest.approx(least)
-        for worker, t, x in zip(designs, compute, links, strict=True):
-            better = [
-                way
-                for way in ways
-                if design_pipeline(t, x, *way).period_seconds <= least * (1 + 1e-12)
-                and max(ERROR[way[0]], ERROR[way[1]]) < max(ERROR[worker.push_bits], ERROR[worker.pull_bits])
-            ]
-            assert not better
+        for mode, (t, x) in zip(designs, pairs, strict=True):
+            as_fast = [way for way in ways if step_of(t, [x], way) <= least * (1 + 1e-12)]
+            assert worst(mode) == min(map(worst, as_fast))
+            assert mode.depth == min(way.depth for way in as_fast if bits_of(way) == bits_of(mode))
+
+
+def worst(mode: Mode) -> float:
+    """Return the larger error of a push and a pull."""
+    return max(ERROR[bits] for bits in bits_of(mode))
