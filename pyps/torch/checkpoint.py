@@ -265,15 +265,11 @@ def _refuse_divided(model: torch.nn.Module) -> None:
         raise InputError("pyps.torch.save", "model", found, "one that went through fully_shard")
 
 
-def _plain_module(model: torch.nn.Module) -> torch.nn.Module:
+def _plain_module(model: Any) -> Any:
     """The module in DDP and torch.compile's wrappers, so that names do not depend on them."""
-    while (inner := getattr(model, "_orig_mod", None) or _in_ddp(model)) is not None:
-        model = inner
+    while (is_ddp := isinstance(model, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model.module if is_ddp else model._orig_mod
     return model
-
-
-def _in_ddp(model: torch.nn.Module) -> torch.nn.Module | None:
-    return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 def trained_rounds(sampler: Rounds, rounds: int | None) -> int:

@@ -405,6 +405,10 @@ class UnevenGroupSampler(UnevenBatchSampler):
     def least(self) -> int:
         return least_groups(self.group, self._round_passes)
 
+    def samples_now(self) -> int | None:
+        found = super().samples_now()
+        return None if found is None else self.group * found
+
     def _cut(self, part: Sequence[int]) -> Iterator[list[int]]:
         whole = [int(k) for k in part for _ in range(self.group)]
         for _ in range(self._round_passes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from torch.utils.data import DataLoader
 
 from pyps.errors import InputError
 from pyps.torch import UnevenGroupSampler
@@ -40,3 +41,10 @@ def test_a_rank_has_a_completion_for_each_pass() -> None:
         UnevenGroupSampler(8, [1, 7], 0, group=4, passes=8)
     with pytest.raises(InputError, match="group"):
         UnevenGroupSampler(8, [4, 4], 0, group=0)
+
+
+def test_its_samples_now_are_the_rows_of_the_batch() -> None:
+    """By which accumulate() cuts a batch."""
+    sampler = UnevenGroupSampler(24, [6, 2], 0, group=2)
+    for batch in DataLoader(range(24), batch_sampler=sampler):  # type: ignore[arg-type]
+        assert sampler.samples_now() == len(batch) == 12
