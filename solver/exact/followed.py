@@ -211,7 +211,7 @@ class _Search:
 
     @property
     def wins(self) -> float:
-        """What a better split's value is below; of those that take the same, the first one found stays."""
+        """The bound of a better split's value; of those that take the same, the first one found stays."""
         return self.value * (1 - SAME)
 
     def try_(self, batches: Ints) -> bool:

@@ -89,7 +89,7 @@ class _Search:
         return {name: row[name] for name in self.axes}
 
     def _around(self, row: Row, name: str, size: int) -> list[tuple[Part, Part]]:
-        """What comes before and after this axis in each part of the row with it."""
+        """Return what comes before and after this axis in each part of the row with it."""
         axes = list(self.axes)
         place = axes.index(name)
         before, after = (
