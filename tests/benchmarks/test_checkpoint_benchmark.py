@@ -6,11 +6,12 @@ from pathlib import Path
 
 import checkpoint
 import pytest
+from sampled import sampled
 
 SMALL = checkpoint.Size(layers=2, width=32, batch=4, every=10)
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", sampled([True, False]))
 def test_a_run(shm: Path, tmp_path: Path, saves: bool) -> None:
     found = checkpoint.measure(SMALL, tmp_path, 1, saves=saves)
     assert len(found.steps) == 2 * SMALL.every - 1

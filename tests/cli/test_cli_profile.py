@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pyps.cli.profile_files import merged_profile
 from pyps.errors import InputError
 from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_cluster, read_profile
 from pyps.profiler import select_fit
+from pyps.worker.step import link_speed
 
 pytestmark = pytest.mark.slow
 
@@ -353,7 +355,7 @@ def test_a_merged_profile_allows_no_more_than_any_of_its_runs() -> None:
 
 
 def test_link_completes_a_profile(shell: Shell, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyps.worker.step.link_speed.SIZES_BYTES", (4096, 65536))
+    monkeypatch.setattr(link_speed, "probe_store", partial(link_speed.probe_store, (4096, 65536)))
     measured(shell, "a.json")
     before = read_profile("a.json")
     done = shell("link", "a.json")

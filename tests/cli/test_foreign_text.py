@@ -261,7 +261,7 @@ def test_a_run_that_others_may_write_to_starts_no_script_of_its_own(tmp_path: Pa
 def test_a_start_that_fails_leaves_the_run_as_it_was(shm: Path, tmp_path: Path) -> None:
     """Also one that was killed: the next start puts everything back. Then the advice works."""
     path, out = script(tmp_path), tmp_path / "out"
-    write_json(tmp_path / "plan.json", make_plan())
+    write_json(tmp_path / "plan.json", make_plan([8]))
     old = os.umask(0o002)
     try:
         first = pyps_run(*options_for(tmp_path / "plan.json", 16, tmp_path), path)

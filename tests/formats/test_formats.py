@@ -252,7 +252,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path, read: Callable[[Path
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=examples(45, 150),
+    max_examples=examples(22, 150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

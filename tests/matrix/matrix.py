@@ -16,7 +16,7 @@ from zygote import Zygote
 
 SEED = 1
 DISTURBANCES = ("rebalance", "fault")
-SAMPLED = 3  # of the disturbed cells in pairs every third is sampled
+SAMPLED = 6  # of the disturbed cells in pairs every sixth is sampled
 
 NAMED = (
     Cell("asp", clip=True, backend="shards"),  # refused, although its pairs are not

@@ -83,7 +83,9 @@ def test_exactly_the_header_is_exported(environment: dict[str, str]) -> None:
     assert f"Library soname: [libpyps.so.{abi}]" in dynamic, "a program of another ABI would still start"
 
 
-@pytest.mark.parametrize(("example", "policy"), [("c", "bsp"), pytest.param("cpp", "asp", marks=NEEDS_CXX)])
+@pytest.mark.parametrize(
+    ("example", "policy"), [("c", "bsp"), pytest.param("cpp", "asp", marks=[NEEDS_CXX, pytest.mark.thorough])]
+)
 def test_the_examples_train(
     environment: dict[str, str], shm: Path, tmp_path: Path, example: str, policy: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_the_store_says_what_it_needs(elsewhere: Elsewhere) -> None:
     assert done.stdout.startswith("this installation has no C core"), done.stderr
 
 
+@pytest.mark.thorough
 def test_a_worker_trains_at_a_server(elsewhere: Elsewhere, shm: Path) -> None:
     with Server("model", "tcp://127.0.0.1:*", insecure=True) as server:
         done = elsewhere("-c", JOIN, server.address)

@@ -83,7 +83,7 @@ def test_a_breaking_connection_repeats_and_loses_nothing(shm: Path, tmp_path: Pa
     assert [r.version for r in records] == list(range(1, len(records) + 1))
 
 
-@settings(max_examples=examples(30, 100), deadline=None, derandomize=True)
+@settings(max_examples=examples(15, 100), deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(["begin", "admit", "reject", "cancel"]), max_size=60), st.integers(0, 1000))
 def test_what_was_admitted_and_the_residual_are_the_sum_of_what_was_given(
     deeds: list[str], seed: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from run_tools import make_plan
+from sampled import sampled
 from virtual_rounds import VirtualRounds
 
 from pyps.formats import Fit, Plan
@@ -116,7 +117,7 @@ def test_a_required_rank_stays() -> None:
     assert run.store.split[2] == 1
 
 
-@pytest.mark.parametrize("policy", [ASP(), SSP(bound=4)], ids=str)
+@pytest.mark.parametrize("policy", sampled([ASP(), SSP(bound=4)], 1), ids=str)
 def test_where_steps_do_not_wait_for_all_none_is_left_out(policy: Policy) -> None:
     run = Slowed(policy)
     run.factor = 50.0
@@ -124,7 +125,7 @@ def test_where_steps_do_not_wait_for_all_none_is_left_out(policy: Policy) -> Non
     assert run.store.split[2] == 1
 
 
-@pytest.mark.parametrize("factor", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize("factor", sampled([1.2, 2.0, 4.0]))
 def test_a_slow_rank_that_helps_stays(factor: float) -> None:
     run = Slowed()
     run.factor = factor

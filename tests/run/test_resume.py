@@ -131,7 +131,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(shm: Path, plan: Path, tmp_path: 
     assert f"the last checkpoint is {path}: continue with pyps run --resume {out}\n" in errors
     assert json.loads((out / "report.json").read_text())["checkpoint"] == path.name
 
-    write_json(tmp_path / "other.json", make_plan((2, 2, 4)))
+    write_json(tmp_path / "other.json", make_plan((4,)))
     more = ["--plan", str(tmp_path / "other.json"), "--samples", "400", "--run-dir", tmp_path / "new"]
     done = pyps_run("--resume", path, *more, tmp_path / "train.py", "0")
     assert done.returncode == 0, done.stderr

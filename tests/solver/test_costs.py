@@ -14,7 +14,7 @@ from sampled import examples
 from pyps.solver.costs import Cost, Costs, Line, Table
 
 CAP = 60
-quick = settings(derandomize=True, deadline=None, max_examples=examples(45, 150))
+quick = settings(derandomize=True, deadline=None, max_examples=examples(22, 150))
 seconds = st.one_of(st.sampled_from([0.25, 0.5, 1.0, 3.0]), st.floats(1e-6, 1e3))
 
 

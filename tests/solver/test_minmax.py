@@ -112,7 +112,7 @@ clusters = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=examples(60, 600))
+@settings(derandomize=True, deadline=None, max_examples=examples(30, 600))
 @given(clusters, st.integers(1, MAX_B), st.randoms(use_true_random=False))
 def test_equal_to_brute_force_and_to_itself_permuted(some: list[Worker], B: int, luck: random.Random) -> None:
     best = brute_force(some, B)
@@ -131,7 +131,7 @@ def test_equal_to_brute_force_and_to_itself_permuted(some: list[Worker], B: int,
     assert sorted(again.batches) == sorted(found.batches)
 
 
-@settings(derandomize=True, deadline=None, max_examples=examples(45, 150))
+@settings(derandomize=True, deadline=None, max_examples=examples(22, 150))
 @given(clusters, st.integers(1, MAX_B))
 def test_the_nearest_batches_that_a_refusal_names_are_the_nearest(some: list[Worker], B: int) -> None:
     try:
@@ -152,7 +152,7 @@ many = st.integers(2, 40).flatmap(
         st.integers(1, 4000),
     )
 )
-thorough = settings(derandomize=True, deadline=None, max_examples=examples(30, 100))
+thorough = settings(derandomize=True, deadline=None, max_examples=examples(15, 100))
 
 
 def lines_split(c: list[float], a: list[float], B: int) -> Solution:

@@ -23,7 +23,7 @@ from pyps.solver.exact.subset import solve_subset
 from pyps.solver.milp.relaxed import subset_bound
 from pyps.solver.sync import Sync, SyncKind
 
-thorough = settings(derandomize=True, deadline=None, max_examples=examples(75, 250))
+thorough = settings(derandomize=True, deadline=None, max_examples=examples(37, 250))
 
 
 def random_problem(seed: int) -> tuple[Problem, Sync]:

@@ -10,7 +10,7 @@ from sampled import examples
 
 from pyps.solver.exact.subset_sum import Progression, nearest_sums, subset_sum
 
-quick = settings(derandomize=True, deadline=None, max_examples=examples(60, 200))
+quick = settings(derandomize=True, deadline=None, max_examples=examples(30, 200))
 
 
 @st.composite

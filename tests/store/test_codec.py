@@ -113,7 +113,7 @@ VALUES = st.tuples(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=examples(60, 200))
+@settings(derandomize=True, deadline=None, max_examples=examples(30, 200))
 @given(VALUES, st.sampled_from(QUANTIZED), st.booleans(), st.integers(0, 2**64 - 1), st.integers(0, 2**30))
 def test_quantized_values_are_the_references(
     values: tuple[int, int, float], codec: Codec, stochastic: bool, seed: int, block: int

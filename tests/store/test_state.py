@@ -315,7 +315,7 @@ NUMBERS = st.one_of(st.integers(0, 60), st.integers(0, 2**64 - 1))
 
 @given(NUMBERS, NUMBERS, RANGES, st.lists(NUMBERS, min_size=16, max_size=16), st.integers(0, 11), st.floats())
 @settings(
-    max_examples=examples(45, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(22, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_no_header_breaks_a_store(
     shm: Path, version: int, assigned: int, ranges: Any, words: Any, policy: int, mean: float

@@ -110,6 +110,11 @@ def test_accelerate(tmp_path: Path) -> None:
     assert float(re.findall(r"loss ([\d.]+)", said)[0]) < 0.5
     a, b = map(int, re.findall(r"batches \((\d+), (\d+)\)", said)[0])
     assert a + b == 128
+
+
+@pytest.mark.thorough
+def test_the_example_with_accelerate() -> None:
+    pytest.importorskip("accelerate")
     reported = json.loads(
         run_script(EXAMPLES / "with_accelerate.py", 2, EPOCHS="1", **ONE_THREAD).splitlines()[-1]
     )

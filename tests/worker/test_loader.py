@@ -72,7 +72,7 @@ def test_tensors_in_memory_keep_no_loader_busy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collate_fn", [None, list])
+@pytest.mark.parametrize("collate_fn", sampled([None, list]))
 def test_a_batch_is_of_the_positions_it_is_taken_for(collate_fn: Any) -> None:
     """Whatever was wanted before, whatever was given back, whatever was appended."""
     luck = random.Random(0)

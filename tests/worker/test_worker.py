@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sampled import sampled
 from torch import nn
 from worker_tools import (
     OPTIMIZERS,
@@ -125,7 +126,7 @@ with pyps.join() as worker:
 """
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("codec", sampled(["int8", "int4", "bf16"], 1))
 def test_quantized_gradients_train_as_well(shm: Path, codec: str) -> None:
     """With feedback a long run comes as near to the least loss as with fp32."""
     losses = {}
@@ -238,7 +239,7 @@ def test_misuse_of_micro_batches_is_said(
 
 @pytest.mark.usefixtures("quick_start")
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["bsp", "asp"])
+@pytest.mark.parametrize("policy", sampled(["bsp", "asp"]))
 def test_processes_under_a_launcher(shm: Path, tmp_path: Path, policy: str) -> None:
     plan = tmp_path / "plan.json"
     drawn = plan_with([7, 0, 4])  # the second is left out: store ranks 0 and 1
