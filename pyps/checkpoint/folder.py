@@ -36,7 +36,6 @@ from pyps.checkpoint.tensors import (
 from pyps.errors import InputError
 from pyps.formats.checkpoint import CHECKPOINT_SCHEMA, Checkpoint, TensorFile, check_signature, signed
 from pyps.formats.files import encode, read_json, typed
-from pyps.formats.plan import upgraded
 
 FOLDER = "checkpoints"  # in a run's folder
 LATEST = "latest"
@@ -227,8 +226,6 @@ def read_manifest(folder: Path) -> Checkpoint:
         path = folder / MANIFEST
         raw = read_json(path, CHECKPOINT_SCHEMA)
         check_signature(str(path), raw)
-        plan = raw.get("plan")
-        raw |= {"plan": upgraded(plan)} if isinstance(plan, dict) else {}
         return typed(str(path), raw, Checkpoint, lambda *_: None)
 
 

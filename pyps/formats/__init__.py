@@ -54,7 +54,6 @@ from pyps.formats.plan import (
     SyncEstimate,
     TargetEstimate,
     check_plan,
-    upgraded,
 )
 from pyps.formats.profile import (
     NOISE_SCHEMA,
@@ -153,7 +152,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 def read_plan(path: str | os.PathLike[str], unit: Unit | None = "samples") -> Plan:
     """Reads and checks a pyps.plan/1 file. unit: that batches count; None: any. Raises InputError."""
     raw = read_json(path, PLAN_SCHEMA)
-    plan = typed(str(path), upgraded(raw), Plan, check_plan)
+    plan = typed(str(path), raw, Plan, check_plan)
     if unit is not None and plan.unit != unit:
         raise InputError(str(path), "unit", repr(plan.unit), f"a plan in {unit}")
     return plan

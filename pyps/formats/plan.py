@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from pyps.errors import InputError
 from pyps.formats.kinds import Batch, Bits, Bytes, Elapsed, Factor, Fraction, Name, Seconds, Share, Unit
-from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, Mode, PlannedRun
-from pyps.formats.options import AUTO
+from pyps.formats.mode import Mode, PlannedRun
 from pyps.formats.profile import Fit, LengthCost, Memory
 
 PLAN_SCHEMA = "pyps.plan/1"
@@ -233,48 +232,6 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.run is None or worker.mode is None:
             return Mode()
         return worker.mode if self.run.depth != 1 else replace(worker.mode, depth=1)
-
-
-def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan as plain data of this version. Earlier ones said codecs and depths in `run.workers`, bits
-    and depths in `hps.workers`, `pipeline` for a depth, and a worker's fit error twice. What is none stays.
-    """
-    run, hps, workers = raw.get("run"), raw.get("hps"), raw.get("workers", [])
-    if isinstance(run, dict) and "pipeline" in run:
-        run = _without(run, "pipeline") | {"depth": AUTO if run["pipeline"] else 1}
-        raw = raw | {"run": run}
-    stated, offered = (one.get("workers", []) if isinstance(one, dict) else [] for one in (run, hps))
-    lists = (workers, stated, offered)
-    if not all(isinstance(one, list) and all(isinstance(w, dict) for w in one) for one in lists):
-        return raw
-    if workers:
-        raw = raw | {"workers": [_without(worker, "fit_error") for worker in workers]}
-    if stated and [one.get("rank") for one in stated] != list(range(len(workers))):
-        return raw
-    if not any(isinstance(one, dict) and "workers" in one for one in (run, hps)):
-        return raw
-    modes = {str(one.get("rank")): _offered(one) for one in offered}
-    plain = raw | {"hps": _without(hps, "workers")}
-    if stated:
-        pipeline = any(one.get("depth", 1) != 1 for one in stated)
-        plain["run"] = _without(run, "workers") | {"depth": AUTO if pipeline else 1}
-        for one in stated:
-            k = str(one.get("rank"))
-            deep = one if pipeline else modes.get(k, {})
-            codecs = {key: value for key, value in one.items() if key != "rank"}
-            modes[k] = codecs | {"depth": deep.get("depth", 1)}
-    plain["workers"] = [w | {"mode": modes.get(str(k))} for k, w in enumerate(raw.get("workers", []))]
-    return plain
-
-
-def _without(value: Any, key: str) -> Any:
-    return {k: v for k, v in value.items() if k != key} if isinstance(value, dict) else value
-
-
-def _offered(one: dict[str, Any]) -> dict[str, Any]:
-    names: dict[Any, str] = {CODEC_BITS[name]: name for name in PLANNED_CODECS}
-    codecs = {f"{way}_codec": names.get(one.get(f"{way}_bits"), "f32") for way in ("push", "pull")}
-    return codecs | {"depth": one.get("depth", 1)}
 
 
 def check_plan(where: str, plan: Plan) -> None:
