@@ -61,6 +61,7 @@ def train(address: str, rank: int, **options: Any) -> None:
             worker.step()
 
 
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.slow
 @pytest.mark.parametrize("hides", [False, True], ids=["", "no core"])
 def test_a_planned_rank_joins_by_the_address_alone(shm: Path, tmp_path: Path, hides: bool) -> None:

@@ -203,6 +203,7 @@ print(pyps.native.isa())
 """
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_every_instruction_set_gives_numpys_bits() -> None:
     here = os.pathsep.join(str(Path(__file__).parents[k] / name) for k, name in ((0, ""), (1, "helpers")))
     for isa in ("scalar", "avx2", "avx512", "neon"):
