@@ -85,7 +85,7 @@ def link(
 
     The store's are those of a worker on the profile's device: what its steps take more than torch's.
     """
-    from pyps.worker.step import link_speed as probes
+    from pyps.worker import link_speed as probes
 
     if answer is not None:
         probes.answer(answer)

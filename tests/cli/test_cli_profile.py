@@ -17,7 +17,7 @@ from pyps.cli.profile_files import merged_profile
 from pyps.errors import InputError
 from pyps.formats import Device, Memory, ModelInfo, Point, Profile, encode, read_cluster, read_profile
 from pyps.profiler import select_fit
-from pyps.worker.step import link_speed
+from pyps.worker import link_speed
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pyps.errors import InputError
-from pyps.worker.step import link_speed as link
+from pyps.worker import link_speed as link
 
 pytestmark = pytest.mark.slow
 
