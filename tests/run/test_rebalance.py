@@ -348,7 +348,6 @@ def test_a_pipeline_s_transfers_overlap(tmp_path: Path, depth: int) -> None:
     assert max(steps) / mean(steps) < 1.1, one.split
 
 
-@pytest.mark.thorough
 @pytest.mark.timed
 def test_turns_go_on_while_samples_move(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's order, the staleness of every turn and the global batch stay when batches change."""
