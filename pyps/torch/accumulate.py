@@ -30,6 +30,7 @@ class MicroBatches:
     sampler: Rounds | None
     calls: int  # backward passes that reduced since the last step
     _empty = False  # the next pass computes no samples of its own
+    _loop: object = None  # the loop over passes that is under way
 
     def accumulate(
         self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
@@ -76,6 +77,9 @@ class MicroBatches:
         """Set whether the next pass computes samples that another one counts: its gradient counts 0 times."""
         self._empty = empty
 
+    def give_up(self) -> None:
+        """Forget the passes that are not reduced; a GlobalMean does."""
+
     def samples_now(self) -> int | None:
         """This rank's samples of the batch that is computed now; None where no sampler tells."""
         sampler = self.sampler
@@ -92,6 +96,9 @@ class MicroBatches:
 
     def _passes(self, source: Iterator[Any], count: int, whole: bool, filled: int) -> Iterator[Any]:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
+        if self._loop is not None:  # it was left, and something still refers to it
+            self.give_up()
+        loop = self._loop = object()
         number, calls = 0, self.calls
         try:
             for number, micro in enumerate(islice(source, count), 1):
@@ -100,8 +107,12 @@ class MicroBatches:
                     for one in self.models:
                         stack.enter_context(one.micro_batch(number == count, whole))
                     yield micro
+            self._loop = None
         finally:
             self.repeats(False)
+            if self._loop is loop:  # left before its end
+                self._loop = None
+                self.give_up()
         if number < count:
             raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
         if self.calls == calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ def power_of_two(number: torch.Tensor) -> Number:
     return float(found) if found.device.type == "cpu" else found
 
 
-def held_factors(terms: list[Term], unit: Number) -> list[tuple[Term, Number, Number]]:
-    """Return those of a micro-batch, whose whole loss is multiplied by its count."""
-    return [(term, is_any(term.count), 1 / unit) for term in terms]
+def alone_of(term: Term, factor: Number) -> Number:
+    """The gradient of a sum that this rank has divided by 0: that is no number any more."""
+    return is_sum(term) * term.constant * factor
 
 
 def is_any(count: Number | None) -> Number:
@@ -70,13 +71,17 @@ def inverse(counts: Counts) -> Number:
     return 1 / total if total > 0 else 0.0
 
 
-def times(factor: Number, alone: Number) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook that multiplies gradients. Where the factor is 0 it gives `alone` in their place, which may be
-    NaN: a mean over nothing has such.
+def times(
+    factor: Number, alone: Number, entered: list[torch.Tensor]
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A hook that multiplies gradients. Where the factor is 0 it gives `alone` times the loss's own gradient,
+    which has `entered`, in their place: they may be NaN, as a mean over nothing has.
     """
 
     def multiplied(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(None if one is None else product_of(one, factor, alone) for one in gradients)
+        is_zero = not entered or (not isinstance(alone, torch.Tensor) and alone == 0)
+        instead = alone if is_zero else alone * entered[0].reshape(())
+        return tuple(None if one is None else product_of(one, factor, instead) for one in gradients)
 
     return multiplied
 
@@ -106,8 +111,8 @@ def is_on_device(term: Term) -> bool:
 def bare(term: Term) -> Term:
     """A sum over samples that is divided by a constant, which the ranks compare."""
     if isinstance(term.count, torch.Tensor):
-        return Term(term.node, term.kind, False, None, divisor=term.count)
-    return Term(term.node, term.kind, False, None, constant=1.0 if term.count is None else 1 / term.count)
+        return replace(term, count=None, divisor=term.count)
+    return replace(term, count=None, constant=1.0 if term.count is None else 1 / term.count)
 
 
 def root_of(loss: torch.Tensor) -> Any:

@@ -21,7 +21,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal, get_args
 from weakref import WeakSet
@@ -35,13 +34,12 @@ from pyps.agreement.rows import StepAgreement
 from pyps.errors import InputError
 from pyps.torch.accumulate import MicroBatches
 from pyps.torch.factors import (
-    ALIKE,
     MICRO,
     Counts,
     alike,
+    alone_of,
     as_tensor,
     bare,
-    held_factors,
     inverse,
     is_on_device,
     is_sum,
@@ -55,11 +53,20 @@ from pyps.torch.factors import (
 )
 from pyps.torch.norm import note_trained, sees_own_batch_alone
 from pyps.torch.rounds import Rounds, note_weights
+from pyps.torch.unreduced import Unreduced, term_factors, whole_factor
 from pyps.torch.waiting import Waiting
 from pyps.torch.wire import Wire
 from pyps.torch.wrapped import OPEN, REDUCED, Wrapped
 from pyps.torch.wrapped_models import wrapped_models
-from pyps.worker.step.terms import OVER_ALL, OWN_BATCHES, Number, Term, are_of_samples, terms_of
+from pyps.worker.step.terms import (
+    OVER_ALL,
+    OWN_BATCHES,
+    Number,
+    Term,
+    are_of_samples,
+    quotients_of,
+    terms_of,
+)
 
 BackwardCall = Callable[[], Any]  # a backward pass
 _means: WeakSet[GlobalMean] = WeakSet()
@@ -79,28 +86,6 @@ def unweighted() -> Iterator[None]:
         yield
     finally:
         OPEN.pop()
-
-
-@dataclass
-class _Held:
-    """Micro-batches whose gradients are not reduced yet.
-
-    counts: of each term, summed. loss: the sum of losses times counts. before: gradients of earlier
-    reductions, to be added afterwards. ratios: of each term's count to the first one's.
-    """
-
-    batches: int = 0
-    counts: list[Number] = field(default_factory=list)
-    loss: Any = 0.0
-    ratios: list[Number] = field(default_factory=list)
-    before: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
-    error: InputError | None = None
-
-    def mean_loss(self) -> Any:
-        """The mean of the losses by their counts; 0 without items."""
-        first = self.counts[0] if self.counts else float(self.batches + 1)
-        total = torch.as_tensor(first, dtype=torch.float64, device=self.loss.device)
-        return torch.where(total > 0, self.loss / torch.where(total > 0, total, 1.0), 0.0)
 
 
 class GlobalMean(MicroBatches):
@@ -142,7 +127,7 @@ class GlobalMean(MicroBatches):
         self.calls = 0
         self.passes = 1  # micro-batches of the latest of them on this rank
         self._versions = f"pyps {metadata.version('pyps-train')}, torch {torch.__version__}"
-        self._held: _Held | None = None
+        self._held: Unreduced | None = None
         self.compared: list[Callable[[], dict[str, Any]]] = []  # more fields that all ranks have alike
         self._unit: Any = 1.0  # what counts of micro-batches are divided by, so that 16 bits do not overflow
         self._own_counts: set[tuple[str, int]] = set()  # sums whose divisor was found to be a count
@@ -210,6 +195,8 @@ class GlobalMean(MicroBatches):
         is_part: the ranks' losses are parts of one, divided by all of their items already, that is their sum.
         """
         self.waiting.computes()
+        if self._held is not None and self._is_zeroed(self._held):
+            self._held = None
         terms: list[Term] = []
         error = self._found_late()
         try:
@@ -222,6 +209,11 @@ class GlobalMean(MicroBatches):
         self.calls += 1
         self.passes = 1 if self._held is None else self._held.batches + 1
         self._begin(loss, terms, error, call)
+
+    def _is_zeroed(self, held: Unreduced) -> bool:
+        """Tell whether the script has dropped the gradients of micro-batches, and so the micro-batches."""
+        is_seen = held.error is None and all(one.is_ddp for one in self.models)
+        return is_seen and all(p.grad is None for p in self.parameters())
 
     @property
     def reduces(self) -> bool:
@@ -287,8 +279,11 @@ class GlobalMean(MicroBatches):
         for one in self.models:
             one.check_trained()
         if is_part:
-            return [Term(root_of(loss), "part", False, None)]
-        terms = terms_of(loss) if n is None else [Term(root_of(loss), "n", True, number_of(n))]
+            return [Term(root_of(loss), "part", False, None, quotients=quotients_of(loss))]
+        if n is None:
+            terms = terms_of(loss)
+        else:
+            terms = [Term(root_of(loss), "n", True, number_of(n), quotients=quotients_of(loss))]
         if not self._is_walked:
             self._check_leaves(loss)
         if self.reduction == "sum":
@@ -304,8 +299,8 @@ class GlobalMean(MicroBatches):
                 term.count = term.count.abs() if isinstance(term.count, torch.Tensor) else abs(term.count)
                 if term.count == 1.0 and self.ranks > 1 and not is_on_device(term):
                     term.count = term.unclamped()
-            if self._empty:
-                term.count = 0.0
+            if self._empty and term.count is not None:
+                term.count = torch.zeros_like(term.count) if isinstance(term.count, torch.Tensor) else 0.0
         return terms
 
     def _check_samples(self, terms: list[Term]) -> None:
@@ -374,20 +369,22 @@ class GlobalMean(MicroBatches):
     ) -> None:
         held, self._held = self._held, None
         if held is not None:
-            error = error or held.error or self._add(held, loss, terms)
-        error = error or self._refused_number(loss)
+            error = error or held.error or held.add(loss, terms, self._empty)
+        error = error or self._refused_number(loss, terms)
         counts: list[Number | None] = [term.count for term in terms]
         if held is not None and error is None:
             counts = list(held.counts)
-        value = loss.detach() if held is None or error else held.mean_loss()
+        own = torch.zeros_like(loss) if self._empty else loss.detach()
+        value = own if held is None or error else held.whole_loss()
+        filled = held.filled if held is not None else int(not self._empty)
         on_device = loss.device.type != "cpu" or any(is_on_device(term) for term in terms)
-        host = [float(self.passes), math.nan if on_device else float(value), float(self.asks)]
+        host = [float(self.passes), float(filled), math.nan if on_device else float(value), float(self.asks)]
         for term, count in zip(terms, counts, strict=True):
             host += [on_host(count), term.constant]
         fields = self._fields(loss, terms)
         with self.waiting.counted():
             rows = self._agreement.exchange(fields, host, error)
-        passes, host_losses, asks, *numbers = zip(*rows, strict=True)
+        passes, filled_of, host_losses, asks, *numbers = zip(*rows, strict=True)
         self.asked = any(asks)
         losses: Counts = list(host_losses)
         weights: list[Counts] = [list(counts) for counts in numbers[::2]]
@@ -396,29 +393,35 @@ class GlobalMean(MicroBatches):
                 losses, there = self._on_device(value, terms, counts)
             for k, count in enumerate(counts):
                 weights[k] = there[:, k] if isinstance(count, torch.Tensor) else weights[k]
-        self._check_terms(terms, numbers, fields)
+        self._check_terms(terms, filled_of, numbers, fields)
         shares = [shares_of(counts) for counts in weights]
         is_mean = bool(terms) and terms[0].count is not None
         self.share, self.late = shares[0][self._agreement.rank] if is_mean else None, 1.0
         if max(passes) > 1:
-            self._reduce_held(loss, terms, weights or [list(passes)], losses, held, call)
+            self._reduce_held(loss, terms, weights or [list(filled_of)], losses, held, call)
         else:
             self._losses = self._over_all(losses, shares, terms)
-            own = [len(rows) * share[self._agreement.rank] for share in shares]
-            alone = [len(rows) * inverse(counts) for counts in weights]
-            self._run(loss, list(zip(terms, own, alone, strict=True)), None, call)
+            factors = [len(rows) * share[self._agreement.rank] for share in shares]
+            inverses = [len(rows) * inverse(counts) for counts in weights]
+            alone = [alone_of(term, one) for term, one in zip(terms, inverses, strict=True)]
+            self._run(loss, list(zip(terms, factors, alone, strict=True)), 1.0, call)
 
-    def _refused_number(self, loss: torch.Tensor) -> InputError | None:
-        """Refuse a loss of several micro-batches that is divided by their number."""
-        other: Any = getattr(loss.grad_fn, "_saved_other", None)
-        if self.passes == 1 or type(loss.grad_fn).__name__ != "DivBackward0":
+    def _refused_number(self, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
+        """Refuse a loss of several micro-batches that is divided by their number, unless an adapter has
+        multiplied it again, as a library has divided it.
+        """
+        if self.passes == 1 or not terms or not all(term.divided_by(self.passes) for term in terms):
             return None
-        if not isinstance(other, torch.Tensor) or other.numel() > 1 or other.device.type != "cpu":
-            return None
-        if float(other) != self.passes:
+        again = (
+            getattr(loss.grad_fn, "_saved_other", None)
+            if type(loss.grad_fn).__name__ == "MulBackward0"
+            else None
+        )
+        if isinstance(again, torch.Tensor) and again.numel() == 1 and float(again) == self.passes:
             return None
         found = f"a loss divided by the number of {MICRO}, {self.passes}"
-        expected = "the plain mean of each: GlobalMean takes that over all of them"
+        own = f"a number of the loss itself is `loss * {1 / self.passes:g}`"
+        expected = f"the plain mean of each: GlobalMean takes that over all of them ({own})"
         return InputError("backward", "loss", found, expected)
 
     def _on_device(
@@ -476,11 +479,16 @@ class GlobalMean(MicroBatches):
         return None
 
     def _check_terms(
-        self, terms: list[Term], numbers: Sequence[Sequence[float]], fields: dict[str, Any]
+        self,
+        terms: list[Term],
+        filled: Sequence[float],
+        numbers: Sequence[Sequence[float]],
+        fields: dict[str, Any],
     ) -> None:
         """Raise InputError, on all ranks, for constants that differ and for sums whose divisor may be one.
 
-        numbers: of each term the counts by rank, then the constants.
+        filled: passes with samples of their own, by rank. numbers: of each term the counts by rank, then the
+        constants.
         """
         unsure = []
         for k, term in enumerate(terms):
@@ -497,8 +505,9 @@ class GlobalMean(MicroBatches):
                 continue
             if len(counts) == 1 or key in self._own_counts:
                 continue
-            if all(count == counts[0] for count in counts):
-                unsure.append((k, term, key))
+            of_a_pass = {count / passes for count, passes in zip(counts, filled, strict=True) if passes}
+            if len(of_a_pass) == 1 and sum(filled) > 1:
+                unsure.append((of_a_pass.pop(), term, key))
             else:
                 self._own_counts.add(key)
         if not unsure:
@@ -506,9 +515,9 @@ class GlobalMean(MicroBatches):
         samples = self._samples_of_pass() if self.passes == 1 else None
         own = [float(term.counts_own(samples)) for _, term, _ in unsure]
         answers = self._agreement.exchange({"doubtful sums": len(unsure)}, own)
-        for (k, term, key), answer in zip(unsure, zip(*answers, strict=True), strict=True):
+        for (number, term, key), answer in zip(unsure, zip(*answers, strict=True), strict=True):
             if not any(answer):
-                found = f"a sum ({term.kind}) divided by {numbers[2 * k][0]:g} on all ranks"
+                found = f"a sum ({term.kind}) divided by {number:g} on all ranks"
                 expected = (
                     "a count of this rank's items: backward(loss, n=count); reduction='sum' for a constant"
                 )
@@ -546,19 +555,21 @@ class GlobalMean(MicroBatches):
         self,
         loss: torch.Tensor,
         factors: list[tuple[Term, Number, Number]],
-        whole: Number | None,
+        whole: Number,
         call: BackwardCall,
     ) -> None:
         """One backward pass in which each term's gradient, and that of the whole loss, enters times a factor.
 
-        factors: with each, the gradient of a sum that this rank has divided by 0: that is no number any more.
+        factors: with each, what is in place of the gradient where the factor is 0.
         """
+        entered: list[torch.Tensor] = []
         handles = [
-            term.node.register_prehook(times(factor, is_sum(term) * term.constant * alone))
-            for term, factor, alone in factors
+            root_of(loss).register_prehook(lambda gradients: entered.append(gradients[0])),
+            root_of(loss).register_prehook(times(whole, 0.0, entered)),
         ]
-        if whole is not None:
-            handles.append(root_of(loss).register_prehook(times(whole, 0.0)))
+        for term, factor, alone in factors:
+            own = (0.0, 0.0) if self._empty else (factor, alone)
+            handles.append(term.node.register_prehook(times(*own, entered)))
         OPEN.append(loss)
         try:
             with self.waiting.backward(root_of(loss)):
@@ -580,12 +591,25 @@ class GlobalMean(MicroBatches):
         reduces, where all ranks raise it.
         """
         if self._held is None:
-            self._held = _Held(before=self._set_aside())
+            self._held = Unreduced(before=self._set_aside())
         held = self._held
-        held.error = held.error or error or self._add(held, loss, terms)
+        held.error = held.error or error or held.add(loss, terms, self._empty)
         held.batches += 1
         if held.error is None:
-            self._run(loss, held_factors(terms, self._unit), self._first_count(terms) / self._unit, call)
+            self._run(
+                loss, term_factors(terms, self._unit), whole_factor(terms, self._empty, self._unit, 0.0), call
+            )
+        elif loss.grad_fn is not None and self._meets_in_passes():  # the others wait for this rank in it
+            self._run(loss, [], 0.0, call)
+
+    def give_up(self) -> None:
+        """Forget micro-batches that are not reduced, as their loop was left: gradients are as before it."""
+        held, self._held = self._held, None
+        if held is not None:
+            for p in self.parameters():
+                p.grad = None
+            for p, before in held.before:
+                p.grad = before
 
     def _set_aside(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take gradients of earlier reductions away, which are not to be divided again."""
@@ -594,59 +618,32 @@ class GlobalMean(MicroBatches):
             p.grad = None
         return found
 
-    def _add(self, held: _Held, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
-        """Add a micro-batch's counts; what this rank refuses of them."""
-        counts: list[Number] = [1.0 if term.count is None else term.count for term in terms]
-        kinds = {term.count is None for term in terms}
-        if len(kinds) > 1:
-            found = "sums and means in one loss"
-            return InputError("backward", MICRO, found, "means alone, or sums alone")
-        first = self._first_count(terms)
-        held.loss = held.loss + torch.where(
-            torch.as_tensor(first, device=loss.device) > 0, loss.detach().double() * first, 0.0
-        )
-        if not held.counts:
-            held.counts = counts
-        elif len(held.counts) != len(counts):
-            return InputError("backward", MICRO, "losses of unlike terms", "the same terms in each")
-        else:
-            held.counts = [a + b for a, b in zip(held.counts, counts, strict=True)]
-        if len(counts) > 1 and float(first) > 0:  # the host reads counts of a device here
-            ratios = [float(count) / float(first) for count in counts]
-            if not held.ratios:
-                held.ratios = list(ratios)
-            elif any(
-                not math.isclose(a, float(b), rel_tol=ALIKE) for a, b in zip(ratios, held.ratios, strict=True)
-            ):
-                return unlike_micro_batches()
-        return None
-
-    def _first_count(self, terms: list[Term]) -> Number:
-        return 1.0 if not terms or terms[0].count is None else terms[0].count
-
     def _reduce_held(
         self,
         loss: torch.Tensor,
         terms: list[Term],
         weights: list[Counts],
         losses: Counts,
-        held: _Held | None,
+        held: Unreduced | None,
         call: BackwardCall,
     ) -> None:
         """The last pass of a step that has several micro-batches on some rank."""
         ranks, unit = len(losses), self._unit
-        is_sum = bool(terms) and terms[0].count is None
+        is_bare = bool(terms) and terms[0].count is None
         shares = [shares_of(counts) for counts in weights]
         if any(not alike(other, shares[0]) for other in shares[1:]):
             raise unlike_micro_batches()
         self._losses = self._over_all(losses, shares, terms)
         set_aside = held.before if held is not None else self._set_aside()
-        self._run(loss, held_factors(terms, unit), self._first_count(terms) / unit, call)
-        factor: Any = ranks * unit * inverse([1.0] if is_sum else weights[0])
+        each: Any = inverse([1.0] if is_bare else weights[0])
+        is_none = (each == 0) * 1.0  # no rank has an item: what is no term, as a penalty, still enters once
+        whole = whole_factor(terms, self._empty, unit, 1 / ranks) + is_none
+        self._run(loss, term_factors(terms, unit), whole, call)
+        factor: Any = ranks * unit * each + is_none
         self.late = factor
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)
         for p, before in set_aside:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        self._unit = 1.0 if is_sum else power_of_two(as_tensor(weights[0]).sum() / ranks)
+        self._unit = 1.0 if is_bare else power_of_two(as_tensor(weights[0]).sum() / ranks)

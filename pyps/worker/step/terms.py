@@ -56,6 +56,7 @@ class Term:
     constant: float = 1.0
     divisor: torch.Tensor | None = None
     divisors: tuple[float, ...] = ()  # the host's numbers that a sum was divided by, one by one
+    quotients: tuple[float, ...] = ()  # what `/` divided by, the outermost first; NaN for what is on a device
     smoothing: bool = False  # the part of cross_entropy that smooths labels: torch divides it by a count
 
     def counts_own(self, samples: int | None = None) -> bool:
@@ -66,6 +67,11 @@ class Term:
         samples: this rank's, if known: what counts a dimension of another length is no count of items.
         """
         return self.is_mean or self.smoothing or any(_counted(self.node, n, samples) for n in self.divisors)
+
+    def divided_by(self, number: float) -> bool:
+        """Tell whether the script has divided this term by a number besides the count of a sum."""
+        has_count = not self.is_mean and self.count is not None
+        return number in (self.quotients[:-1] if has_count else self.quotients)
 
     def unclamped(self) -> float:
         """Return the count of a sum divided by 1: 0 where no value was chosen, and clamp(min=1) has hidden
@@ -99,9 +105,10 @@ class _Path:
     output: int
     by: tuple[float, ...] = ()  # the host's numbers
     device: torch.Tensor | None = None  # the product of those on a device, or one for each of several losses
+    quotients: tuple[float, ...] = ()  # as of a Term
 
     def through(self, edge: tuple[Node, int], *by: float) -> _Path:
-        return _Path(edge[0], edge[1], (*self.by, *by), self.device)
+        return _Path(edge[0], edge[1], (*self.by, *by), self.device, self.quotients)
 
 
 def terms_of(loss: torch.Tensor) -> list[Term]:
@@ -170,11 +177,20 @@ class _Walk:
         if name in OVER_ALL:
             kept = _nested(node, name, kept)
         if kept is not None:
-            term = Term(node, name, True, kept, math.inf if by == 0 else 1 / by, device)
+            constant = math.inf if by == 0 else 1 / by
+            term = Term(node, name, True, kept, constant, device, quotients=path.quotients)
         else:
             bare = device is None and all(n == -1 for n in path.by)  # a count may be 1
             count = None if bare else by if device is None else device * by
-            term = Term(node, name, False, count, divisors=path.by, smoothing=_smooths(node))
+            term = Term(
+                node,
+                name,
+                False,
+                count,
+                divisors=path.by,
+                quotients=path.quotients,
+                smoothing=_smooths(node),
+            )
         self.note(term)
 
     def note(self, term: Term) -> None:
@@ -219,6 +235,21 @@ class _Walk:
         self.within[term.node] = node
         term.node = node
         self.found[node] = term
+
+
+def quotients_of(loss: torch.Tensor) -> tuple[float, ...]:
+    """What `/` divided a loss by whose count the script gives, as a Term's; without the count of a sum."""
+    path = _Path(loss.grad_fn, loss.output_nr)
+    while type(path.node).__name__ in THROUGH:
+        ways = [edge for edge in path.node.next_functions if edge[0] is not None]
+        if len(ways) != 1:
+            break
+        is_quotient, other = (
+            type(path.node).__name__.startswith("Div"),
+            getattr(path.node, "_saved_other", None),
+        )
+        path = _divided(path, ways[0], other, False) if is_quotient else path.through(ways[0])
+    return path.quotients[:-1] if type(path.node).__name__ in SUMS else path.quotients
 
 
 def are_of_samples(terms: list[Term], samples: int | None) -> bool:
@@ -271,12 +302,14 @@ def _divided(path: _Path, edge: tuple[Node, int], other: Any, inverse: bool) -> 
         other = _local(other.detach())
     if not isinstance(other, torch.Tensor) or (other.numel() == 1 and other.device.type == "cpu"):
         value = float(other)
-        return path.through(edge, (1 / value if value else math.inf) if inverse else value)
+        found = path.through(edge, (1 / value if value else math.inf) if inverse else value)
+        found.quotients += () if inverse else (value,)
+        return found
     wide = torch.float32 if other.device.type == "mps" else torch.float64
     factor = other.to(wide).squeeze() if other.numel() == 1 else other.to(wide)
     factor = factor.reciprocal() if inverse else factor
     there = factor if path.device is None else path.device * factor
-    return _Path(edge[0], edge[1], path.by, there)
+    return _Path(edge[0], edge[1], path.by, there, path.quotients + (() if inverse else (math.nan,)))
 
 
 def _parts(path: _Path, node: Node) -> Iterator[_Path]:
@@ -293,9 +326,9 @@ def _parts(path: _Path, node: Node) -> Iterator[_Path]:
         if factors is None:
             yield path.through(edge)
         elif factors.device.type == "cpu":
-            yield _Path(edge[0], edge[1], (*path.by, float(factors[k])), None)
+            yield _Path(edge[0], edge[1], (*path.by, float(factors[k])), None, path.quotients)
         else:
-            yield _Path(edge[0], edge[1], path.by, factors[k])
+            yield _Path(edge[0], edge[1], path.by, factors[k], path.quotients)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -518,6 +551,7 @@ REDUCTIONS: dict[str, Callable[[Node], Number | None]] = {
     "MultilabelMarginLossBackward0": _rows,
 }
 SUMS_OF_LOSSES = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
+SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0", "VdotBackward0"})
 OVER_ALL = SUMS_OF_LOSSES | {"NansumBackward0", "DotBackward0", "VdotBackward0"}
 PRODUCTS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LINEAR = frozenset(
