@@ -116,7 +116,7 @@ bench: .venv/bench
 	$(PY) benchmarks/prediction.py --short --save
 	$(PY) benchmarks/outside/measured.py --save
 	$(PY) benchmarks/outside/generated.py --save
-	$(PY) benchmarks/outside/lengths.py --save
+	$(PY) benchmarks/outside/unlike_lengths.py --save
 	$(PY) benchmarks/which.py --save
 	$(PY) benchmarks/regret.py --save
 

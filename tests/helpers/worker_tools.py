@@ -119,7 +119,7 @@ def plan_with(batches: list[int]) -> dict[str, Any]:
     workers = [
         {
             "rank": rank, "name": f"w{rank}", "batch": b, "micro_batch": b, "accumulation": int(b > 0),
-            "weight": b / total, "predicted_seconds": 0.1, "fit_error": None,
+            "weight": b / total, "predicted_seconds": 0.1,
         }
         for rank, b in enumerate(batches)
     ]  # fmt: skip

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lengths import least_longest
 from sampled import examples
+from unlike_lengths import least_longest
 
 from pyps.errors import InputError
 from pyps.formats import (

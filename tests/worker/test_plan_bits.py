@@ -16,7 +16,7 @@ from worker_tools import SAMPLES, X, Y, backward, loss_of, make_model, plan_with
 
 import pyps
 from pyps.errors import InputError
-from pyps.formats.mode import Mode
+from pyps.formats.mode import CODEC_BITS, PLANNED_CODECS, Mode
 from pyps.formats.records import read_run
 from pyps.native.values import Codec
 from pyps.store.codec import decode, name_of
@@ -26,16 +26,13 @@ from pyps.worker.run.settings import Settings
 from pyps.worker.step.loop import Worker
 
 pytestmark = pytest.mark.slow
+NAMES = {bits: name for name, bits in CODEC_BITS.items() if name in PLANNED_CODECS}
 
 
 def plan_of_bits(batches: list[int], bits: dict[int, tuple[int, int]]) -> dict[str, Any]:
     plan = plan_with(batches)
-    plan["hps"] = {
-        "workers": [
-            {"rank": rank, "depth": 2, "push_bits": push, "pull_bits": pull, "period_seconds": 0.1}
-            for rank, (push, pull) in bits.items()
-        ]
-    }
+    for rank, (push, pull) in bits.items():
+        plan["workers"][rank]["mode"] = {"push_codec": NAMES[push], "pull_codec": NAMES[pull], "depth": 2}
     return plan
 
 

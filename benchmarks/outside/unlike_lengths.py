@@ -1,4 +1,4 @@
-"""Sequences of unlike length among ranks: python benchmarks/outside/lengths.py [--seeds 20] [--save].
+"""Sequences of unlike length among ranks: python benchmarks/outside/unlike_lengths.py [--seeds 20] [--save].
 
 `production` has the micro-batches of a job in production, whose sequences are unlike (traces/bytedance.csv),
 on ranks of one speed: as they were, and shared by cost. The other rows draw lengths from a log-normal
