@@ -53,12 +53,12 @@ WARM_UP = 2  # first steps that are not measured: allocations, the buckets of DD
 
 
 class _Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """A Rebalancer's state: what is known of this device, an OnlineCost in JSON, which no kind of checkpoint
-    takes apart; the ranks' levels at the last change, whether that corrected the split for the same devices,
-    and all changes.
+    """A Rebalancer's state: what is known of this device, the ranks' levels at the last change, whether that
+    corrected the split for the same devices, and all changes. It is kept as a text: so no kind of checkpoint
+    takes it apart.
     """
 
-    device: str
+    device: OnlineCost
     levels: list[float] | None
     history: list[SplitChange]
     corrected: bool = False
@@ -165,22 +165,21 @@ class Rebalancer:
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of this device and of earlier changes, for a Rebalancer of as many ranks."""
         known = _Knowledge(
-            device=msgspec.json.encode(self._device.online).decode(),
+            device=self._device.online,
             corrected=self._balancer.corrected,
             levels=self._balancer.levels or None,
             history=self.history,
         )
-        plain: dict[str, Any] = msgspec.to_builtins(known)
-        return plain
+        return {"known": msgspec.json.encode(known).decode()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was known. Call it before the first step. Raises InputError for another kind of state."""
         try:
-            known = msgspec.convert(state, learnt(_Knowledge))
-            self._device.online = msgspec.json.decode(known.device, type=learnt(OnlineCost))
+            text = msgspec.convert(state, dict[str, str]).get("known", "")
+            known = msgspec.json.decode(text, type=learnt(_Knowledge))
         except msgspec.DecodeError as error:
             raise InputError("Rebalancer", "state", str(error), "that of a Rebalancer") from None
-        balancer = self._balancer
+        self._device.online, balancer = known.device, self._balancer
         balancer.levels, balancer.history = known.levels or [], known.history
         balancer.corrected = known.corrected
 

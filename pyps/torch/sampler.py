@@ -252,6 +252,8 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
         self._check_rounds(split)
         if at_once or not (self.trained or self.drawn):
             self._splits, self._next = [((self.epoch, 0), split)], None
+            if not self.sizes():  # the rest of an epoch that was resumed
+                self._begin_epoch(self.epoch + 1)
         else:
             self._splits, self._next = [((self.epoch, 0), self.split)], split
 
@@ -294,10 +296,10 @@ class UnevenBatchSampler(Rounds, Sampler[list[int]]):
             raise InputError("sampler state", "epoch, seed", repr((epoch, seed)), "whole numbers from 0")
         if not isinstance(position, int) or not 0 <= position <= self.length:
             raise InputError("sampler state", "position", repr(position), f"0 to {self.length}")
-        self._round_sizes(self.length - position, self.split)
+        rest = self._round_sizes(self.length - position, self.split)
         self.seed, self._past = seed, (0, 0)
         self._resumed(epoch, position)
-        if position == self.length:
+        if not rest:
             self._begin_epoch(epoch + 1)
 
     def skip(self, rounds: int) -> None:

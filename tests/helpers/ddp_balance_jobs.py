@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import msgspec
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_tools import net, square
 from device import DEVICE
 from torch import nn
@@ -212,8 +214,10 @@ class Emulated(nn.Module):
 def followed(
     group: dist.ProcessGroup, split: list[int], best: list[int], round_seconds: float, logs: int
 ) -> list[int]:
-    """The last split of a run towards the one in which all ranks take as long. logs: after how many steps a
-    loss is summed over the ranks.
+    """The last split of a run towards the one in which all ranks take as long; its Rebalancer's state goes
+    through torch's checkpoint into an earlier one.
+
+    logs: after how many steps a loss is summed over the ranks.
     """
     rank = group.rank()
     torch.manual_seed(0)
@@ -221,12 +225,19 @@ def followed(
     sampler = UnevenBatchSampler(40 * sum(split), split, rank)
     mean = GlobalMean(ddp, sampler)
     balance = Rebalancer(sampler, mean)
+    state = {"balance": balance.state_dict()}
     for step, rows in enumerate(DataLoader(range(40 * sum(split)), batch_sampler=sampler)):  # type: ignore[arg-type]
         loss = ddp(torch.ones(len(rows), 8)).square().mean()
         mean.backward(loss)
         balance.step()
         if step % logs == logs - 1:
             dist.all_reduce(loss.detach().clone(), group=group)
+    changes = list(balance.history)
+    with TemporaryDirectory() as folder:
+        dcp.save({"balance": balance.state_dict()}, checkpoint_id=folder, no_dist=True)
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    balance.load_state_dict(state["balance"])
+    assert balance.history == changes
     return list(sampler.split)
 
 

@@ -266,6 +266,18 @@ def test_the_epoch_after_a_resumed_part_is_whole() -> None:
     assert sampler.epoch == 3
 
 
+def test_an_epoch_whose_rest_makes_no_round_is_over() -> None:
+    """Resumed with a larger global batch, at once or later, where the last samples are left out."""
+    sampler = UnevenBatchSampler(100, [50], 0, drop_last=True)
+    sampler.load_state_dict(sampler.state_dict() | {"position": 60})
+    assert (sampler.epoch, sampler.position) == (1, 0)
+    smaller = UnevenBatchSampler(100, [30], 0, drop_last=True)
+    smaller.load_state_dict(smaller.state_dict() | {"position": 60})
+    smaller.resize([50], at_once=True)
+    for one in (sampler, smaller):
+        assert [len(list(stepped(one))) for _ in range(2)] == [2, 2]
+
+
 def stepped(sampler: UnevenBatchSampler) -> Iterator[list[int]]:
     """A loop whose steps end."""
     for batch in sampler:
