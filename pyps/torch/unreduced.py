@@ -76,7 +76,7 @@ def first_count(terms: list[Term], repeated: bool) -> Number:
 
 
 def whole_factor(terms: list[Term], repeated: bool, unit: Number, once: float) -> Number:
-    """What a micro-batch's whole loss is multiplied by: its count. Of sums, that have none, only what is no
+    """Return the factor of a micro-batch's whole loss: its count. Of sums, that have none, only what is no
     sum over samples is left, as a penalty on weights: it enters `once`.
     """
     return once if terms and terms[0].count is None else first_count(terms, repeated) / unit

@@ -21,7 +21,7 @@ HALF: dict[str, Callable[[torch.Tensor, slice], torch.Tensor]] = {
 
 
 def in_parts(group: dist.ProcessGroup, wrapper: str, parts: Parts, penalized: bool) -> dict[str, float | str]:
-    """How far the gradient of each loss, and the loss, are from one process's; or what all ranks hear.
+    """Compare the gradient of each loss, and the loss, with one process's; or return what all ranks hear.
 
     penalized: a penalty on weights is added.
     """
@@ -104,7 +104,7 @@ def left(group: dist.ProcessGroup, how: str) -> float:
 
 
 def divided(group: dist.ProcessGroup, what: str) -> str:
-    """What all ranks hear of two micro-batches whose loss is divided by their number."""
+    """Return what all ranks hear of two micro-batches whose loss is divided by their number."""
     rows, model = torch.arange(ROWS)[own_rows(group)], WRAPPERS["ddp"](Net(), group)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     mean = GlobalMean(model, scaler=scaler if what == "scaled" else None)

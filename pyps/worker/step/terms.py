@@ -238,7 +238,7 @@ class _Walk:
 
 
 def quotients_of(loss: torch.Tensor) -> tuple[float, ...]:
-    """What `/` divided a loss by whose count the script gives, as a Term's; without the count of a sum."""
+    """Return what `/` divided a loss by whose count the script gives, as a Term's; without a sum's count."""
     path = _Path(loss.grad_fn, loss.output_nr)
     while type(path.node).__name__ in THROUGH:
         ways = [edge for edge in path.node.next_functions if edge[0] is not None]
