@@ -31,6 +31,7 @@ class MicroBatches:
     calls: int  # backward passes that reduced since the last step
     _empty = False  # the next pass computes no samples of its own
     _loop: object = None  # the loop over passes that is under way
+    micro_batches = 0  # of that loop
 
     def accumulate(
         self, batch: Any, parts: int | Sequence[int] | None = None, *, most: int | None = None
@@ -98,7 +99,8 @@ class MicroBatches:
         """`count` micro-batches out of a source, of which the first `filled` have samples of their own."""
         if self._loop is not None:  # it was left, and something still refers to it
             self.give_up()
-        loop = self._loop = object()
+        loop, self.micro_batches = object(), count
+        self._loop = loop
         number, calls = 0, self.calls
         try:
             for number, micro in enumerate(islice(source, count), 1):
@@ -113,6 +115,8 @@ class MicroBatches:
             if self._loop is loop:  # left before its end
                 self._loop = None
                 self.give_up()
+            if self._loop is None:
+                self.micro_batches = 0
         if number < count:
             raise InputError("accumulate", "micro-batches", f"{number}", f"{count} in this round")
         if self.calls == calls:

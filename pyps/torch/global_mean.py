@@ -212,8 +212,11 @@ class GlobalMean(MicroBatches):
 
     def _is_zeroed(self, held: Unreduced) -> bool:
         """Tell whether the script has dropped the gradients of micro-batches, and so the micro-batches."""
-        is_seen = held.error is None and all(one.is_ddp for one in self.models)
-        return is_seen and all(p.grad is None for p in self.parameters())
+        if held.error is not None or not all(one.is_ddp for one in self.models):
+            return False
+        if held.first is None or held.first.grad is None:
+            return all(p.grad is None for p in self.parameters())
+        return held.first.grad._version != held.version and not bool(held.first.grad.any())
 
     @property
     def reduces(self) -> bool:
@@ -370,7 +373,7 @@ class GlobalMean(MicroBatches):
         held, self._held = self._held, None
         if held is not None:
             error = error or held.error or held.add(loss, terms, self._empty)
-        error = error or self._refused_number(loss, terms)
+        error = error or self._refused_losses() or self._refused_number(loss, terms)
         counts: list[Number | None] = [term.count for term in terms]
         if held is not None and error is None:
             counts = list(held.counts)
@@ -405,6 +408,15 @@ class GlobalMean(MicroBatches):
             inverses = [len(rows) * inverse(counts) for counts in weights]
             alone = [alone_of(term, one) for term, one in zip(terms, inverses, strict=True)]
             self._run(loss, list(zip(terms, factors, alone, strict=True)), 1.0, call)
+
+    def _refused_losses(self) -> InputError | None:
+        """Refuse several losses of each micro-batch: the last one's first would reduce without its others."""
+        if self.passes <= self.micro_batches or not self.micro_batches:
+            return None
+        found = f"{self.passes} or more backward() calls in {self.micro_batches}"
+        return InputError(
+            "backward", "micro-batches of accumulate()", found, "one for each, of the losses' sum"
+        )
 
     def _refused_number(self, loss: torch.Tensor, terms: list[Term]) -> InputError | None:
         """Refuse a loss of several micro-batches that is divided by their number, unless an adapter has
@@ -570,6 +582,8 @@ class GlobalMean(MicroBatches):
         for term, factor, alone in factors:
             own = (0.0, 0.0) if self._empty else (factor, alone)
             handles.append(term.node.register_prehook(times(*own, entered)))
+        if self._wire is not None:
+            self._wire.late = self.late
         OPEN.append(loss)
         try:
             with self.waiting.backward(root_of(loss)):
@@ -601,6 +615,7 @@ class GlobalMean(MicroBatches):
             )
         elif loss.grad_fn is not None and self._meets_in_passes():  # the others wait for this rank in it
             self._run(loss, [], 0.0, call)
+        held.note_gradient(self.parameters())
 
     def give_up(self) -> None:
         """Forget micro-batches that are not reduced, as their loop was left: gradients are as before it."""
@@ -638,9 +653,8 @@ class GlobalMean(MicroBatches):
         each: Any = inverse([1.0] if is_bare else weights[0])
         is_none = (each == 0) * 1.0  # no rank has an item: what is no term, as a penalty, still enters once
         whole = whole_factor(terms, self._empty, unit, 1 / ranks) + is_none
+        self.late = factor = ranks * unit * each + is_none
         self._run(loss, term_factors(terms, unit), whole, call)
-        factor: Any = ranks * unit * each + is_none
-        self.late = factor
         gradients: list[Any] = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], factor)

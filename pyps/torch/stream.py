@@ -185,7 +185,9 @@ class UnevenIterableDataset(Rounds, IterableDataset[Any]):
     def state_dict(self, rounds: int | None = None) -> dict[str, Any]:
         """The position after `rounds` rounds of this pass; by default, those whose steps have ended."""
         done = self.trained if rounds is None else rounds
-        return {"epoch": self.epoch, "position": self.position + done * self.global_batch}
+        last = int(self._sizes[(done - 1) % REMEMBERED][0]) or self.global_batch  # or the tail too
+        before = (done - 1) * self.global_batch + last if done else 0
+        return {"epoch": self.epoch, "position": self.position + before}
 
     def changes(self, rounds: int) -> list[tuple[int, int, Split]]:
         """The split that was decided last, from the next round on."""

@@ -7,6 +7,7 @@ last one of a step divides by all ranks'.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,14 @@ class Unreduced:
     ratios: list[float] = field(default_factory=list)
     before: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     error: InputError | None = None
+    first: torch.nn.Parameter | None = None  # with a gradient, and the version that the latest pass gave it
+    version: int = 0
+
+    def note_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note what the script changes if it zeroes gradients before the next pass."""
+        self.first = next((p for p in parameters if p.grad is not None), None)
+        if self.first is not None and self.first.grad is not None:
+            self.version = self.first.grad._version
 
     def whole_loss(self) -> Any:
         """The mean of the losses by their counts, 0 without items; of sums that nothing divides their sum."""

@@ -27,6 +27,7 @@ from pyps.worker.device.quantize import (
     quantize,
     unpack,
 )
+from pyps.worker.step.terms import Number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -64,6 +65,7 @@ class GradientWire:
 
     def __init__(self, ddp: DistributedDataParallel, name: Wire, scaler: Any) -> None:
         self.name, self._scaler = name, scaler
+        self.late: Number = 1.0  # what the pass's gradients are multiplied by after their reduction
         self._ddp, self._group, self._ranks = ddp, ddp.process_group, ddp.process_group.size()
         self._residuals = Residuals(ddp.module.named_parameters())
         self._regrouped: Regrouped | None = None  # in the first step of a run that goes on
@@ -136,7 +138,7 @@ class GradientWire:
     def _exchange(self, names: tuple[str, ...], buffer: torch.Tensor) -> None:
         """Put the mean into a bucket, and keep what was rounded off."""
         scaled = self._scaler is not None and self._scaler.is_enabled()
-        unit = float(self._scaler.get_scale()) if scaled else 1.0
+        unit = (float(self._scaler.get_scale()) if scaled else 1.0) / float(self.late)
         kept = self._residuals.of(names, buffer)
         values = buffer.to(torch.float32, copy=True).div_(self._ranks).add_(kept, alpha=unit)
         total, error = quantized_sum(QUANTIZED[self.name], values, self._group)

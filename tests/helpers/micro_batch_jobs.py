@@ -93,14 +93,28 @@ def left(group: dist.ProcessGroup, how: str) -> float:
         kept.append(error)
     if how != "kept":
         model.zero_grad()
-    if how == "no_sync":
+    if how in ("no_sync", "zeroed"):
         with model.no_sync():
             mean.backward(ce(model(D["x"][rows[:1]]), rows[:1]))  # type: ignore[arg-type]
-        model.zero_grad()
+        model.zero_grad(set_to_none=how == "no_sync")
     for (micro,) in mean.accumulate((rows,), [2, 5]):
         mean.backward(ce(model(D["x"][micro]), micro))
     mean.end_step()
     return apart(alone, model, 1.0 + before)
+
+
+def on_the_wire(group: dist.ProcessGroup, wire: Any, every: Sequence[int]) -> float:
+    """The worst relative error of a step's gradient coded for the link. every: the parts of each step."""
+    rows = torch.arange(ROWS)[own_rows(group)]
+    alone, model = Net(), WRAPPERS["ddp"](Net(), group)
+    ce(alone(D["x"]), slice(0, ROWS)).backward()
+    mean, worst = GlobalMean(model, wire=wire), 0.0
+    for parts in every:
+        model.zero_grad()
+        for (micro,) in mean.accumulate((rows,), parts):
+            mean.backward(ce(model(D["x"][micro]), micro))
+        worst = max(worst, apart(alone, model))
+    return worst
 
 
 def divided(group: dist.ProcessGroup, what: str) -> str:
@@ -121,6 +135,9 @@ def divided(group: dist.ProcessGroup, what: str) -> str:
         for (micro,) in mean.accumulate((rows,), parts):
             if what == "n=":
                 mean.backward(losses(micro), n=len(micro))
+            elif what == "two losses":
+                for _ in range(2):
+                    mean.backward(ce(model(D["x"][micro]), micro))
             else:
                 mean.backward(losses(micro))
 

@@ -33,7 +33,7 @@ def test_a_pass_that_repeats_does_not_count(ranks: Ranks) -> None:
         assert {name: far for name, far in found.items() if not far < EXACT} == {}
 
 
-@pytest.mark.parametrize("how", ["error", "break", "kept", "no_sync"])
+@pytest.mark.parametrize("how", ["error", "break", "kept", "no_sync", "zeroed"])
 def test_a_loop_that_is_left_leaves_no_trace(ranks: Ranks, how: str) -> None:
     assert max(ranks.run(2, micro_batch_jobs.left, how)) < EXACT
 
@@ -42,6 +42,18 @@ def test_a_loop_that_is_left_leaves_no_trace(ranks: Ranks, how: str) -> None:
 def test_a_loss_divided_by_the_number_of_its_parts_is_refused(ranks: Ranks, what: str) -> None:
     for said in ranks.run(2, micro_batch_jobs.divided, what):
         assert "a loss divided by the number of micro-batches" in said
+
+
+def test_two_losses_of_each_part_are_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, micro_batch_jobs.divided, "two losses"):
+        assert "found 3 or more backward() calls in 2; expected one for each, of the losses' sum" in said
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
+def test_what_the_wire_rounds_off_is_sent_in_the_next_step_s_unit(ranks: Ranks, wire: str) -> None:
+    whole, _ = ranks.run(2, micro_batch_jobs.on_the_wire, wire, [1] * 5)
+    in_parts, _ = ranks.run(2, micro_batch_jobs.on_the_wire, wire, [2, 3, 1, 2, 2])
+    assert in_parts < 1.5 * whole
 
 
 def test_a_constant_is_no_count_where_ranks_have_unlike_numbers_of_parts(ranks: Ranks) -> None:

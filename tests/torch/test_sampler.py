@@ -266,6 +266,18 @@ def test_the_epoch_after_a_resumed_part_is_whole() -> None:
     assert sampler.epoch == 3
 
 
+@pytest.mark.parametrize(("length", "parts"), [(9, 2), (10, 1), (11, 1), (16, 1)])
+def test_a_stream_that_was_trained_to_its_end_has_nothing_left(length: int, parts: int) -> None:
+    """Its last round may have the tail, too."""
+    streams = [UnevenIterableDataset(range(length), [4], 0, collate=list, accumulate=parts) for _ in range(2)]
+    seen = []
+    for batch in streams[0]:
+        seen += batch
+        streams[0].end_step()
+    streams[1].load_state_dict(streams[0].state_dict())
+    assert seen + [k for batch in streams[1] for k in batch] == list(range(length))
+
+
 def test_an_epoch_whose_rest_makes_no_round_is_over() -> None:
     """Resumed with a larger global batch, at once or later, where the last samples are left out."""
     sampler = UnevenBatchSampler(100, [50], 0, drop_last=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from multiprocessing import current_process
 from typing import Any, Self
 
 import numpy as np
@@ -132,7 +134,7 @@ class Loader:
             bound = threading.current_thread() is threading.main_thread()
             more |= {
                 "prefetch_factor": options.prefetch,
-                "worker_init_fn": partial(_begin_process, user_init, bound),
+                "worker_init_fn": partial(_begin_process, user_init, os.getpid() if bound else 0),
             }
         else:
             for name in ("timeout", "worker_init_fn", "multiprocessing_context"):
@@ -261,8 +263,8 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number: int) -> None:
-    """In a new loader process. bound: kill it when the thread that started it ends, its parent's main one.
+def _begin_process(user_init: Callable[[int], None] | None, bound: int, number: int) -> None:
+    """In a new loader process. bound: the process whose main thread started it, and with which it ends, or 0.
 
     torch too ends loader processes whose parent is gone, but only between two batches. SIGTERM reaches the
     whole group: the parent leaves on it, and torch raises there if a loader process ends first.
@@ -270,6 +272,11 @@ def _begin_process(user_init: Callable[[int], None] | None, bound: bool, number:
     signal.signal(signal.SIGTERM, _end_later if bound else signal.SIG_DFL)
     if bound and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        from multiprocessing.context import ForkServerProcess  # Windows has none
+
+        is_child = not isinstance(current_process(), ForkServerProcess)
+        if is_child and os.getppid() != bound:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
     if user_init is not None:
         user_init(number)
 
