@@ -117,6 +117,16 @@ class ShardedModel(Wrapped):
             finally:
                 self._model.set_requires_gradient_sync(True)
 
+    def forget(self) -> None:
+        super().forget()
+        for one in self._sharded():
+            one.unsharded_accumulated_grad = None
+            if (whole := getattr(one, "_unsharded_param", None)) is not None:
+                whole.grad = None
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # passes of a loop that was left may have kept it whole
+
     def _stay_whole(self, last: bool) -> None:
         """The next pass finds parameters gathered if one was before; only the last one frees and reduces.
 

@@ -424,11 +424,8 @@ class GlobalMean(MicroBatches):
         """
         if self.passes == 1 or not terms or not all(term.divided_by(self.passes) for term in terms):
             return None
-        again = (
-            getattr(loss.grad_fn, "_saved_other", None)
-            if type(loss.grad_fn).__name__ == "MulBackward0"
-            else None
-        )
+        root = loss.grad_fn
+        again = getattr(root, "_saved_other", None) if type(root).__name__ == "MulBackward0" else None
         if isinstance(again, torch.Tensor) and again.numel() == 1 and float(again) == self.passes:
             return None
         found = f"a loss divided by the number of {MICRO}, {self.passes}"
@@ -621,8 +618,8 @@ class GlobalMean(MicroBatches):
         """Forget micro-batches that are not reduced, as their loop was left: gradients are as before it."""
         held, self._held = self._held, None
         if held is not None:
-            for p in self.parameters():
-                p.grad = None
+            for one in self.models:
+                one.forget()
             for p, before in held.before:
                 p.grad = before
 

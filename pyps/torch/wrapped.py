@@ -104,6 +104,11 @@ class Wrapped(ABC):
         differ by rank.
         """
 
+    def forget(self) -> None:
+        """Drop the gradients of all passes since the last one that reduced, and their own."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
     def check_trained(self) -> None:
         """Raise InputError for a parameter that trains and that nothing reduces."""
         self.check_pass()

@@ -118,6 +118,12 @@ class WrappedShards(Wrapped):
     def reduces(self) -> bool:
         return self.run.ends_round
 
+    def forget(self) -> None:
+        super().forget()
+        for one in self.run.owned:
+            one.flat.parameters[one.k].grad = None
+        self.run.let_all_go()
+
     @contextmanager
     def micro_batch(self, last: bool, whole: bool) -> Iterator[None]:
         """Each pass is reduced as it ends, and adds up on owners; ranks with unlike numbers of passes hold

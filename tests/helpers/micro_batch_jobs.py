@@ -66,13 +66,13 @@ def of_one_rank(group: dist.ProcessGroup) -> dict[str, float]:
     return found
 
 
-def left(group: dist.ProcessGroup, how: str) -> float:
-    """A loop over micro-batches that is left at its second one; then the whole batch in more of them.
+def left(group: dist.ProcessGroup, how: str, wrapper: str, parts: Parts) -> float:
+    """A loop over so many micro-batches that is left at its second one; then the whole batch in others.
 
     how: whether by an error that something still refers to, or a break; "kept": gradients are not zeroed.
     """
     rows = torch.arange(ROWS)[own_rows(group)]
-    alone, model = Net(), WRAPPERS["ddp"](Net(), group)
+    alone, model = Net(), WRAPPERS[wrapper](Net(), group)
     ce(alone(D["x"]), slice(0, ROWS)).backward()
     mean, kept = GlobalMean(model), []
     before = 1.0 if how == "kept" else 0.0
@@ -80,7 +80,7 @@ def left(group: dist.ProcessGroup, how: str) -> float:
         mean.backward(ce(model(D["x"][rows]), rows))  # type: ignore[arg-type]
 
     def begin() -> None:
-        for k, (micro,) in enumerate(mean.accumulate((rows,), 3)):
+        for k, (micro,) in enumerate(mean.accumulate((rows,), parts)):
             if k == 1:
                 if how == "error":
                     raise MemoryError

@@ -31,8 +31,8 @@ MOST = {
     "pyps/store": 2_351,  # push and exchange are transfers: 19 more
     "pyps/tasks": 403,
     # samples shared by costs of lengths: 75 more; shares: 71; bytes by rank: 33; shard() under trainers: 125
-    # passes that repeat others, whose loop is left, that are divided twice: 138
-    "pyps/torch": 7_296,  # shares under trainers and masters: 229; no circles of imports: 24
+    # passes that repeat others, whose loop is left, that are divided twice: 156
+    "pyps/torch": 7_314,  # shares under trainers and masters: 229; no circles of imports: 24
     "pyps/worker": 7_528,  # constants are compared with the store's: 14 more; what a loss was divided by: 34
     "solver": 11_098,  # shares of memory with batches, what helps: 750 more; local steps: 12
     "profiler": 2_613,  # the cost of lengths: 71 more

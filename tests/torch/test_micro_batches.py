@@ -33,9 +33,13 @@ def test_a_pass_that_repeats_does_not_count(ranks: Ranks) -> None:
         assert {name: far for name, far in found.items() if not far < EXACT} == {}
 
 
-@pytest.mark.parametrize("how", ["error", "break", "kept", "no_sync", "zeroed"])
-def test_a_loop_that_is_left_leaves_no_trace(ranks: Ranks, how: str) -> None:
-    assert max(ranks.run(2, micro_batch_jobs.left, how)) < EXACT
+@pytest.mark.parametrize(
+    ("how", "wrapper", "parts"),
+    [(how, "ddp", 3) for how in ("error", "break", "kept", "no_sync", "zeroed")]
+    + [(how, "fsdp", parts) for how in ("error", "break", "kept") for parts in (3, [3, 4])],
+)
+def test_a_loop_that_is_left_leaves_no_trace(ranks: Ranks, how: str, wrapper: str, parts: Parts) -> None:
+    assert max(ranks.run(2, micro_batch_jobs.left, how, wrapper, parts)) < EXACT
 
 
 @pytest.mark.parametrize("what", ["scaled", "n=", "a sum", "ignore_index"])
